@@ -1,0 +1,162 @@
+"""Every setting, and how None and "auto" are resolved. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import msgspec
+
+from .errors import ConfigError
+from .worker.model_config import ModelConfig
+
+EXECUTORS = ("mp", "uni")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+POLICIES = ("fcfs", "priority")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings a user may give, by vLLM's names where vLLM has one.
+
+    model: a local folder in Hugging Face's layout (the front end has resolved hub ids by now).
+    dtype: of weights and KV; "auto" takes the checkpoint's. load_format: "dummy" fills random weights.
+    max_model_len: longest prompt plus output, in tokens; None takes what model and KV pool allow.
+    max_num_seqs: requests in one step at most. max_num_batched_tokens: tokens in one step at most;
+    longer prompts are computed in chunks. block_size: tokens per KV block.
+    gpu_memory_utilization: share of a GPU's memory for weights and KV. kv_cache_memory_bytes: the KV
+    pool's size instead; on CPU the default is 1/4 of the free memory, 4 GiB at most.
+    num_kv_blocks: the pool in blocks instead, for tests and benchmarks.
+    scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
+    async_scheduling: None decides by itself (see `resolve_async_scheduling`).
+    step_timeout: seconds a step may take before its workers count as hung.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_logprobs: int = 20
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_kv_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
+    executor: str = "mp"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    step_timeout: float = 300.0
+    log_level: str = "warning"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What travels to the engine core and the workers: nothing in it is "auto" except the device,
+    which only a worker can see.
+
+    max_model_len: an upper bound until the KV pool's size is known.
+    max_model_len_asked: whether the user set it, so that a pool too small is an error, not a clamp.
+    """
+
+    settings: EngineConfig
+    model: ModelConfig
+    dtype: str
+    max_model_len: int
+    max_model_len_asked: bool
+    async_scheduling: bool
+    async_reason: str
+
+    @property
+    def max_in_flight(self) -> int:
+        """Depth of the batch queue: steps started and not yet processed."""
+        return self.settings.pipeline_parallel_size + (1 if self.async_scheduling else 0)
+
+
+def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
+    """Checks names, types and ranges. Raises: ConfigError naming the setting, its value and the limit."""
+    known = EngineConfig.__struct_fields__
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown setting {name!r}{hint}")
+    try:
+        config = msgspec.convert({"model": str(model), **settings}, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}") from None
+    _check_ranges(config)
+    return config
+
+
+def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: bool) -> ResolvedConfig:
+    """Raises: ConfigError."""
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_position:
+        raise ConfigError(f"max_model_len={asked} is longer than the model's {model.max_position} positions")
+    async_on, reason = resolve_async_scheduling(config, executor_supports_async)
+    return ResolvedConfig(
+        settings=config,
+        model=model,
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        max_model_len=asked or model.max_position,
+        max_model_len_asked=asked is not None,
+        async_scheduling=async_on,
+        async_reason=reason,
+    )
+
+
+def resolve_async_scheduling(config: EngineConfig, executor_supports: bool) -> tuple[bool, str]:
+    """Whether a step is scheduled before the previous one has returned, and why.
+
+    Raises: ConfigError when it is asked for and cannot be had.
+    """
+    if config.async_scheduling is False:
+        return False, "asked off"
+    if not executor_supports:
+        reason = f"executor {config.executor!r} does not say that it supports async scheduling"
+        if config.async_scheduling:
+            raise ConfigError(f"async_scheduling=True: {reason}")
+        return False, reason
+    asked = "asked on" if config.async_scheduling else "default"
+    return True, f"{asked}; executor {config.executor!r} supports it"
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    at_least_one = (
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
+        "num_kv_blocks", "tensor_parallel_size", "pipeline_parallel_size",
+    )  # fmt: skip
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    for name, allowed in (
+        ("executor", EXECUTORS), ("dtype", DTYPES), ("load_format", LOAD_FORMATS),
+        ("device", DEVICES), ("scheduling_policy", POLICIES),
+    ):  # fmt: skip
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
+    if config.block_size & (config.block_size - 1) or config.block_size > 256:
+        raise ConfigError(f"block_size={config.block_size}: must be a power of two, 256 at most")
+    if config.max_logprobs < 0:
+        raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
+    if config.step_timeout <= 0:
+        raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 seconds")
+    if config.world_size > 1:
+        raise ConfigError(f"world size {config.world_size}: this version runs on one device")

@@ -1,0 +1,1 @@
+"""Device operations, one a file: Triton kernel, torch reference, and the function that picks."""

@@ -1,0 +1,1 @@
+"""One process per device: it turns step plans into device work."""

@@ -1,0 +1,32 @@
+"""The face every model shows to the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from ..attention import AttentionMetadata
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+"""Per layer (k, v), each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+
+class Model(Protocol):
+    """Constructed as Model(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: ParallelGroup)."""
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache: ...
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
+    ) -> torch.Tensor:
+        """input_ids: int32 [t]. positions: int64 [t]. Returns hidden states [t, hidden]."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [m, hidden]. Returns float32 [m, vocab_size]."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises: ConfigError naming a missing, unexpected or misshapen weight."""
