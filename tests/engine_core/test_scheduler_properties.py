@@ -66,6 +66,8 @@ def check(engine: EngineCore, story_list: list[Story]) -> None:
     stats = engine.stats
     assert stats.rows_beyond_limit == 0
     assert stats.wasted_rows <= stats.finished
+    sampled_rows = sum(int(plan.samples.sum()) for plan in engine.executor.plans)
+    assert sampled_rows == stats.generated_tokens + stats.wasted_rows + stats.aborted_rows, "tokens in flight were lost"
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     assert engine.scheduler.table.num_free == engine.scheduler.table.num_slots
 

@@ -73,6 +73,7 @@ class PaperExecutor(Executor):
     def execute_model(self, plan: StepPlan) -> Done:
         assert plan.num_query.sum() <= self.config.settings.max_num_batched_tokens
         assert len(set(plan.slots.tolist())) == len(plan.slots)
+        assert plan.num_query.min() > 0, "a row without a token to compute has no logits"
         self.plans.append(plan)
         for new in plan.new_requests:
             self.rows[new.slot] = Row(new.token_ids.tolist(), new.num_computed, new.blocks.tolist())
