@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WORKER_CLASS = "stepahead.worker.worker:Worker"
+
 REPLY_LINGER_MS = 2000
 """How long a worker that exits waits for its last reply to be taken."""
 
@@ -68,8 +70,7 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], send: Callable[[WorkerRep
     try:
         from .async_output import WorkerAsyncOutputCopy
 
-        module, _, name = start.worker_class.partition(":")
-        worker = getattr(import_module(module), name)(start.config, start.rank)
+        worker = make_worker(start.worker_class, start.config, start.rank)
         ready = Ready(worker.info())
     except Exception as error:
         # Nothing runs yet that could own the socket, so this thread may.
@@ -110,6 +111,11 @@ def serve(
             except Exception as error:
                 broken = True
                 replies.put(_failure(rank, error))
+
+
+def make_worker(worker_class: str, config: ResolvedConfig, rank: int) -> Worker:
+    module, _, name = worker_class.partition(":")
+    return getattr(import_module(module), name)(config, rank)
 
 
 def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | None) -> Any:
