@@ -43,6 +43,8 @@ from ..worker.sockets import SocketDirectory, open_socket
 
 logger = logging.getLogger(__name__)
 
+ENGINE_MAIN = "stepahead.engine_core.process:main"
+
 STOP_GRACE = 5.0
 """Seconds the engine core gets to end by itself before it is made to."""
 
@@ -179,9 +181,7 @@ class _Connection:
         )
         self._inputs.bind(start.inputs)
         self._outputs.bind(start.outputs)
-        return ChildProcess(
-            "stepahead.engine_core.process:main", "stepahead-engine-core", msgspec.msgpack.encode(start)
-        )
+        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start))
 
     def _handshake(self, process: ChildProcess) -> EngineInfo:
         poller = self._poller(process)
