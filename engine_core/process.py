@@ -146,7 +146,8 @@ def _call_utility(engine: EngineCore, call: UtilityCall) -> UtilityReply:
         value = engine.utility(call.method, call.args)
         require_plain(value, f"the result of {call.method}")
         return UtilityReply(call.call_id, value)
-    except Exception as error:  # the caller's affair; a dead worker shows at the next step
+    except Exception as error:
+        engine.executor.check_health()  # a dead worker is everyone's affair, the rest is the caller's
         remote = error.remote_traceback if isinstance(error, WorkerError) else ""
         return UtilityReply(call.call_id, error=f"{_message(error)}\n{remote}".rstrip())
 

@@ -96,8 +96,8 @@ class ChildProcess:
 
 
 def stop_all(children: Sequence[ChildProcess], grace: float) -> None:
-    """Waits `grace` seconds for children told to stop, then SIGTERM, two seconds, SIGKILL. Closes them."""
-    for end_it, patience in ((None, grace), (ChildProcess.terminate, 2.0), (ChildProcess.kill, 5.0)):
+    """Waits `grace` seconds for children told to stop, then SIGTERM, four more, SIGKILL. Closes them."""
+    for end_it, patience in ((None, grace), (ChildProcess.terminate, 4.0), (ChildProcess.kill, 5.0)):
         deadline = time.monotonic() + patience
         alive = [child for child in children if not child.wait(0)]
         for child in alive:
