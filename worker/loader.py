@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -31,9 +32,12 @@ def load_model(config: ResolvedConfig, device: torch.device, group: ParallelGrou
 
     Raises: ConfigError naming the file or weight that is missing, damaged, unexpected or misshapen.
     """
-    model: Model = model_class(config.model.architecture)(config.model, DTYPES[config.dtype], device, group)
+    dtype = DTYPES[config.dtype]
+    # No request is longer than max_model_len: position tables need not be either.
+    model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
+    model: Model = model_class(config.model.architecture)(model_config, dtype, device, group)
     if config.settings.load_format == "dummy":
-        model.load_weights(dummy_weights(model.weight_shapes(), DTYPES[config.dtype], device, config.settings.seed))
+        model.load_weights(dummy_weights(model.weight_shapes(), dtype, device, config.settings.seed))
     else:
         model.load_weights(checkpoint_weights(Path(config.settings.model)))
     return model

@@ -155,8 +155,7 @@ def _transformer_config(path: Path, architecture: str, fields: _ConfigFile, eos_
     is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
     has_bias = fields.attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     default_head_dim = 128 if is_qwen3 else fields.hidden_size // fields.num_attention_heads
-    default_kv_heads = 8 if architecture == "MistralForCausalLM" else fields.num_attention_heads
-    num_kv_heads = fields.num_key_value_heads or default_kv_heads
+    num_kv_heads = fields.num_key_value_heads or fields.num_attention_heads
     if fields.num_attention_heads % num_kv_heads:
         raise ConfigError(
             f"{path}: {fields.num_attention_heads} attention heads are not a multiple of {num_kv_heads} KV heads"
