@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -150,26 +152,22 @@ def test_slot_casts_into_its_target() -> None:
     assert target.tolist() == [1.0, 2.0]
 
 
-def distributed_rank(rank: int, size: int, store: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    group = ParallelGroup(rank, size)
-    total = group.all_reduce(torch.full((2, 3), float(rank + 1)))
-    gathered = group.all_gather(torch.full((2, 1), rank), dim=-1)
-    results.put((rank, total.tolist(), gathered.tolist()))
-    torch.distributed.destroy_process_group()
+DISTRIBUTED_RANK = """
+import sys, torch
+from stepahead.worker.parallel import ParallelGroup
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+group = ParallelGroup(rank, 2)
+print(group.all_reduce(torch.full((2, 2), rank + 1)).tolist(), group.all_gather(torch.full((2, 1), rank), -1).tolist())
+torch.distributed.destroy_process_group()
+"""
 
 
 def test_collectives_work_over_torch_distributed(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=distributed_rank, args=(r, 2, str(tmp_path / "store"), results)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    answers = [results.get(timeout=60) for _ in ranks]
-    for rank in ranks:
-        rank.join(timeout=30)
-    assert sorted(answer[0] for answer in answers) == [0, 1]
-    for _, total, gathered in answers:
-        assert total == [[3.0, 3.0, 3.0]] * 2
-        assert gathered == [[0, 1], [0, 1]]
+    def run(rank: int) -> str:
+        command = [sys.executable, "-c", DISTRIBUTED_RANK, str(rank), str(tmp_path / "store")]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == ["[[3, 3], [3, 3]] [[0, 1], [0, 1]]\n"] * 2
