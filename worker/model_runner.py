@@ -127,9 +127,7 @@ class ModelRunner:
         if grammar is not None:
             staged_grammar = self._sampler.stage_grammar(grammar, layout.sampling, entry.late)
         results: list[torch.Tensor] = []
-        self._device.launch(
-            partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results)
-        )
+        self._device.launch(partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results))
         end = self._device.record()
         output, fields = _lay_out_output(started)
         copied = self._device.copy_to_host(lambda: results, [entry.outputs.tensor(f) for f in fields])

@@ -124,9 +124,7 @@ class Sampler:
         rows = layout.logprobs.rows
         return gather_logprobs(raw, sampled if rows is None else sampled[upload[rows]], layout.num_logprobs)
 
-    def apply_grammar(
-        self, logits: torch.Tensor, staged: StagedGrammar, late: HostUpload
-    ) -> torch.Tensor:
+    def apply_grammar(self, logits: torch.Tensor, staged: StagedGrammar, late: HostUpload) -> torch.Tensor:
         """Launched work."""
         rows = late[staged.rows]
         return logits.index_copy_(0, rows, processors.apply_token_bits(logits[rows], late[staged.bits]))

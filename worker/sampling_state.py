@@ -135,9 +135,7 @@ class SamplingState:
         for table, rows in staged.tables:
             table.write(rows, upload)
 
-    def _stage_tables(
-        self, requests: Sequence[NewRequest], buffer: HostBuffer
-    ) -> list[tuple[PaddedTable, StagedRows]]:
+    def _stage_tables(self, requests: Sequence[NewRequest], buffer: HostBuffer) -> list[tuple[PaddedTable, StagedRows]]:
         packers = (
             (MIN_TOKENS, self.stop_ids, lambda o: self._existing(o.stop_token_ids)),
             (LOGIT_BIAS, self.bias_ids, lambda o: self._existing(o.logit_bias)),

@@ -68,4 +68,4 @@ def test_it_has_no_weights_and_looks_for_none() -> None:
     assert model.weight_shapes() == {}
     model.load_weights(iter(()))
     assert model.allocate_kv_cache(3, 16)[0][0].nbytes == 3 * model.kv_bytes_per_block(16)
-    assert CPU == model.allocate_kv_cache(1, 16)[0][0].device
+    assert model.allocate_kv_cache(1, 16)[0][0].device == CPU

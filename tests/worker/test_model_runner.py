@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -163,7 +164,7 @@ def test_a_steps_host_buffers_are_not_overwritten_while_it_reads_them() -> None:
     admit_all(driver)
     driver.start()
     for i in range(12):
-        driver.start({slot: 1 for slot in ([5], [0, 2, 5], [2])[i % 3]})
+        driver.start(dict.fromkeys(([5], [0, 2, 5], [2])[i % 3], 1))
         if len(driver.in_flight) > 2:
             driver.finish()
     driver.drain()
@@ -259,7 +260,7 @@ def test_device_times_cover_the_forward_and_do_not_overlap() -> None:
     assert began <= spans[0][0]
     assert spans[-1][1] <= time.monotonic_ns()
     assert all(end - start >= 10_000_000 for start, end in spans)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     driver.close()
 
 

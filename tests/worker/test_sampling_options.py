@@ -26,7 +26,7 @@ from transformers import (
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 STEPS = 24
 MINUS_INF = float("-inf")
-LIKELY = {i: 6.0 for i in range(0, 20, 2)} | {1: -9.0, 3: -3.5}
+LIKELY = dict.fromkeys(range(0, 20, 2), 6.0) | {1: -9.0, 3: -3.5}
 """A bias that lifts ten tokens above all others, so that they come often, and makes some logits negative."""
 
 
