@@ -15,6 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_kv_blocks: the pool in blocks instead, for tests and benchmarks.
     scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
     async_scheduling: None decides by itself (see `resolve_async_scheduling`).
+    executor: "mp" (a process per device), "uni" (in the engine core), or a class as "package.module:Class".
     step_timeout: seconds a step may take before its workers count as hung.
     """
 
@@ -146,9 +148,10 @@ def _check_ranges(config: EngineConfig) -> None:
     for name, allowed in (
         ("executor", EXECUTORS), ("dtype", DTYPES), ("load_format", LOAD_FORMATS),
         ("device", DEVICES), ("scheduling_policy", POLICIES),
+        ("log_level", LOG_LEVELS),
     ):  # fmt: skip
         value = getattr(config, name)
-        if value not in allowed:
+        if value not in allowed and not (name == "executor" and ":" in value):
             raise ConfigError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
