@@ -1,18 +1,16 @@
-"""A step's way back: the copy that was started, and the thread that waits for it."""
+"""A step's way back: the copy that was started, and the thread that waits for it. Importing this loads no torch."""
 
 from __future__ import annotations
 
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ConfigError
-from .device import Event
-from .host_ring import Field, HostBuffer, RingEntry
+from .failure import failure
 from .messages import (
     CallReply,
     Failure,
@@ -23,6 +21,10 @@ from .messages import (
     StepReply,
     WorkerReply,
 )
+
+if TYPE_CHECKING:
+    from .device import Event
+    from .host_ring import Field, HostBuffer, RingEntry
 
 
 @dataclass(frozen=True)
@@ -192,14 +194,3 @@ class WorkerAsyncOutputCopy(threading.Thread):
             return StepReply(item.get_output())
         except Exception as error:
             return failure(self._rank, error)
-
-
-def failure(rank: int, error: BaseException, call_id: int | None = None) -> Failure:
-    """The message for an error that a rank raised, with its own traceback."""
-    return Failure(
-        rank=rank,
-        message=f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
-        call_id=call_id,
-        user_error=isinstance(error, ConfigError),
-    )

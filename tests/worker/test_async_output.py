@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 from step_driver import StepDriver, greedy_tokens
-from stepahead.errors import ConfigError
-from stepahead.worker.async_output import WorkerAsyncOutputCopy, failure
+from stepahead.worker.async_output import WorkerAsyncOutputCopy
 from stepahead.worker.messages import CallReply, Failure, StepReply, WorkerReply
 
 PROMPT = [3, 1, 4]
@@ -97,12 +96,6 @@ def test_what_sending_or_a_hook_raises_ends_the_thread_and_is_kept(role: str) ->
     copier.close()
     assert not copier.is_alive()
     assert isinstance(copier.error, OSError)
-
-
-def test_only_a_config_error_is_the_users_to_mend() -> None:
-    assert failure(0, ConfigError("bad")).user_error
-    assert not failure(0, ValueError("bad")).user_error
-    assert failure(1, ValueError("bad"), call_id=5).call_id == 5
 
 
 def test_get_output_times_out_and_can_be_asked_again(driver: StepDriver) -> None:
