@@ -16,6 +16,9 @@ _CPU_MOST = 4 * _GIB
 _SAMPLER_COPIES = 4
 """[rows, vocab] float32 tensors alive at once in sampling: logits, sorted logits, weights, log-probabilities."""
 
+_BATCH_BYTES_PER_TOKEN = 8
+"""The persistent batch holds an int32 token id for each place of each slot; the rest of it is smaller."""
+
 
 def kv_capacity(config: ResolvedConfig, device: torch.device, model: Model) -> int:
     """KV blocks there is memory for, and no more than max_num_seqs requests of max_model_len can hold.
@@ -52,7 +55,8 @@ def cuda_kv_bytes(config: ResolvedConfig, device: torch.device, model: Model) ->
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     outside = max(0, total - free - torch.cuda.memory_reserved(device))
-    return int(total * config.settings.gpu_memory_utilization) - peak - outside
+    batch = config.settings.max_num_seqs * config.max_model_len * _BATCH_BYTES_PER_TOKEN
+    return int(total * config.settings.gpu_memory_utilization) - peak - outside - batch
 
 
 @torch.inference_mode()

@@ -197,6 +197,14 @@ def test_each_steps_output_is_its_own_whenever_it_is_read(driver: StepDriver) ->
     assert tokens == greedy_tokens(PROMPTS["a"], 3)
 
 
+def test_an_output_that_is_kept_does_not_change_when_its_host_buffer_is_used_again(driver: StepDriver) -> None:
+    driver.admit(0, "a", PROMPTS["a"], SamplingOptions(seed=0, temperature=0.0, logprobs=1))
+    driver.run(9)
+    expected = greedy_tokens(PROMPTS["a"], 9)
+    assert [output.sampled[0, 0] for output in driver.outputs] == expected
+    assert [output.logprobs.token_ids[0].tolist() for output in driver.outputs] == [[t, t] for t in expected]
+
+
 def test_steps_run_out_of_order_are_refused(driver: StepDriver) -> None:
     admit_all(driver)
     plan = driver.plan()
@@ -265,12 +273,12 @@ def test_device_times_cover_the_forward_and_do_not_overlap() -> None:
 
 
 def test_the_main_thread_is_free_while_the_device_runs() -> None:
-    driver = StepDriver(make_config(step_ms=60))
+    driver = StepDriver(make_config(step_ms=200))
     admit_all(driver)
     driver.start()
     began = time.monotonic()
     driver.start()
-    assert time.monotonic() - began < 0.03
+    assert time.monotonic() - began < 0.1
     driver.drain()
     driver.close()
 
