@@ -31,7 +31,7 @@ class LazyKernel:
         return module[self.function.__name__]
 
 
-def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], LazyKernel]:
+def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """do_not_specialize: integer parameters that change from step to step. Triton would otherwise compile
     again, in the middle of serving, when one of them becomes 1 or a multiple of 16."""
     return lambda function: LazyKernel(function, do_not_specialize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -84,17 +84,17 @@ def combine_sampled_and_draft_tokens_triton(
 
 @kernel()
 def _combine_kernel(
-    slots: Any,
-    query_start: Any,
-    positions: Any,
-    all_token_ids: Any,
-    prefill_len: Any,
-    num_tokens: Any,
-    last_sampled: Any,
-    draft_tokens: Any,
-    input_ids: Any,
-    ids_stride: Any,
-    last_stride: Any,
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    positions: tl.tensor,
+    all_token_ids: tl.tensor,
+    prefill_len: tl.tensor,
+    num_tokens: tl.tensor,
+    last_sampled: tl.tensor,
+    draft_tokens: tl.tensor,
+    input_ids: tl.tensor,
+    ids_stride: tl.tensor,
+    last_stride: tl.tensor,
     NUM_DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

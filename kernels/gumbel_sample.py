@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -113,15 +113,15 @@ def gumbel_sample_triton(
 
 @kernel()
 def _block_best_kernel(
-    logits: Any,
-    temperature: Any,
-    seeds: Any,
-    positions: Any,
-    best: Any,
-    best_token: Any,
-    stride: Any,
-    vocab: Any,
-    num_blocks: Any,
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    best: tl.tensor,
+    best_token: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -138,7 +138,9 @@ def _block_best_kernel(
 
 
 @kernel()
-def _row_best_kernel(best: Any, best_token: Any, sampled: Any, num_blocks: Any, BLOCK: tl.constexpr) -> None:
+def _row_best_kernel(
+    best: tl.tensor, best_token: tl.tensor, sampled: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0)
     block = tl.arange(0, BLOCK)
     value = tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=-float("inf"))
@@ -147,7 +149,7 @@ def _row_best_kernel(best: Any, best_token: Any, sampled: Any, num_blocks: Any, 
 
 
 @kernel()
-def _noise(token: Any, seed: Any, position: Any) -> Any:
+def _noise(token: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     """gumbel_noise of row_keys, bit for bit up to the logarithm."""
     x = token.to(tl.uint32) * 0x9E3779B1 + _row_key(seed, position, 0x243F6A88)
     x = (x ^ (x >> 16)) * 0x85EBCA6B + _row_key(seed, position, 0x85A308D3)
@@ -157,7 +159,7 @@ def _noise(token: Any, seed: Any, position: Any) -> Any:
 
 
 @kernel()
-def _row_key(seed: Any, position: Any, LANE: tl.constexpr) -> Any:
+def _row_key(seed: tl.tensor, position: tl.tensor, LANE: tl.constexpr) -> tl.tensor:
     key = _mix_kernel(seed.to(tl.uint32) ^ LANE)
     key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
     key = _mix_kernel(key ^ position.to(tl.uint32))
@@ -165,7 +167,7 @@ def _row_key(seed: Any, position: Any, LANE: tl.constexpr) -> Any:
 
 
 @kernel()
-def _mix_kernel(x: Any) -> Any:
+def _mix_kernel(x: tl.tensor) -> tl.tensor:
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

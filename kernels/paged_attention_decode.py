@@ -7,7 +7,7 @@ All query heads of one KV head share a program, so that a key is read once.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,7 +48,7 @@ def paged_attention_decode_triton(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         GROUP_PAD=max(next_power_of_2(heads // kv_heads), 16), DIM_PAD=dim_pad,
-        BLOCK_N=64 if dim_pad * q.element_size() <= 256 else 32, SPLIT=num_splits > 1,
+        BLOCK_N=min(max(16384 // (dim_pad * q.element_size()), 16), 64), SPLIT=num_splits > 1,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:
@@ -66,31 +66,31 @@ def _num_splits(programs: int, span: int, device: torch.device) -> int:
 
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
-    """1 without a GPU: under Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Without a GPU, under Triton's interpreter, an H100's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @kernel(do_not_specialize=("num_splits", "sliding_window"))
 def _decode_kernel(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    query_start: Any,
-    seq_lens: Any,
-    out: Any,
-    partial: Any,
-    peak: Any,
-    weight: Any,
-    scale_log2: Any,
-    sliding_window: Any,
-    num_splits: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    cache_block_stride: Any,
-    cache_token_stride: Any,
-    cache_head_stride: Any,
-    table_stride: Any,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    block_tables: tl.tensor,
+    query_start: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    peak: tl.tensor,
+    weight: tl.tensor,
+    scale_log2: tl.tensor,
+    sliding_window: tl.tensor,
+    num_splits: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    cache_block_stride: tl.tensor,
+    cache_token_stride: tl.tensor,
+    cache_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -145,19 +145,19 @@ def _decode_kernel(
         tl.store(weight + cell, total, mask=member < GROUP)
     else:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        place = (token * KV_HEADS * GROUP + head)[:, None] * DIM + d[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+        target = (token * KV_HEADS * GROUP + head)[:, None] * DIM + d[None, :]
+        tl.store(out + target, result.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel(do_not_specialize=("num_splits",))
 def _merge_kernel(
-    query_start: Any,
-    out: Any,
-    partial: Any,
-    peak: Any,
-    weight: Any,
-    num_splits: Any,
-    heads: Any,
+    query_start: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    peak: tl.tensor,
+    weight: tl.tensor,
+    num_splits: tl.tensor,
+    heads: tl.tensor,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,

@@ -5,7 +5,7 @@ A tile holds BLOCK_Q tokens times the query heads of one KV head, so that a key 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +31,7 @@ def paged_attention_prefill_triton(
     n, (_, block_size, kv_heads, _) = seq_lens.shape[0], k_cache.shape
     group = heads // kv_heads
     dim_pad = max(next_power_of_2(dim), 16)
-    block_m, block_n, num_warps = _tile(dim_pad * q.element_size())
+    block_m, block_n, num_warps = _tile(dim_pad, q.element_size())
     block_m = max(block_m, next_power_of_2(group))
     block_q = block_m // group
     # Row i's tiles begin at query_start[i] // block_q + i: room for each row's last, partly filled tile.
@@ -44,33 +44,34 @@ def paged_attention_prefill_triton(
     )  # fmt: skip
 
 
-def _tile(bytes_per_key: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps) whose tiles fit the registers and 99 KiB of shared memory."""
-    if bytes_per_key <= 256:
-        return 128, 64, 8
-    if bytes_per_key <= 512:
-        return 64, 32, 4
-    return 32, 32, 4
+def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps): tiles that fit the registers and 99 KiB of shared memory.
+
+    float32 runs without tensor cores, exactly, and needs more registers for the same tile.
+    """
+    if element_size == 4:
+        return (32, 32, 8) if dim_pad <= 128 else (16, 16, 8)
+    return (128, 64, 8) if dim_pad <= 128 else (64, 32, 4)
 
 
 @kernel(do_not_specialize=("num_rows", "sliding_window"))
 def _prefill_kernel(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    query_start: Any,
-    seq_lens: Any,
-    out: Any,
-    scale_log2: Any,
-    sliding_window: Any,
-    num_rows: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    cache_block_stride: Any,
-    cache_token_stride: Any,
-    cache_head_stride: Any,
-    table_stride: Any,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    block_tables: tl.tensor,
+    query_start: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    scale_log2: tl.tensor,
+    sliding_window: tl.tensor,
+    num_rows: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    cache_block_stride: tl.tensor,
+    cache_token_stride: tl.tensor,
+    cache_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -101,8 +102,8 @@ def _prefill_kernel(
     token = (row_start + query_index).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
     inside = ((m < BLOCK_Q * GROUP) & (query_index < query_len))[:, None] & (d < DIM)[None, :]
-    place = token * q_token_stride + head * q_head_stride
-    query = tl.load(q + place[:, None] + d[None, :], mask=inside, other=0.0)
+    source = token * q_token_stride + head * q_head_stride
+    query = tl.load(q + source[:, None] + d[None, :], mask=inside, other=0.0)
     table = block_tables + row.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -128,12 +129,12 @@ def _prefill_kernel(
         top = new_top
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    place = (token * KV_HEADS * GROUP + head)[:, None] * DIM + d[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+    target = (token * KV_HEADS * GROUP + head)[:, None] * DIM + d[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel()
-def _row_of_tile(tile: Any, query_start: Any, num_rows: Any, BLOCK_Q: tl.constexpr) -> Any:
+def _row_of_tile(tile: tl.tensor, query_start: tl.tensor, num_rows: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
     """The last row whose first tile is not after this one, by bisection."""
     low = 0
     high = num_rows

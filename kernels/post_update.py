@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -93,19 +93,19 @@ def post_update_triton(
 
 @kernel()
 def _post_update_kernel(
-    slots: Any,
-    query_start: Any,
-    sampled: Any,
-    num_sampled: Any,
-    num_drafts: Any,
-    num_computed: Any,
-    num_tokens: Any,
-    all_token_ids: Any,
-    last_sampled: Any,
-    sampled_stride: Any,
-    ids_stride: Any,
-    last_stride: Any,
-    max_len: Any,
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    sampled: tl.tensor,
+    num_sampled: tl.tensor,
+    num_drafts: tl.tensor,
+    num_computed: tl.tensor,
+    num_tokens: tl.tensor,
+    all_token_ids: tl.tensor,
+    last_sampled: tl.tensor,
+    sampled_stride: tl.tensor,
+    ids_stride: tl.tensor,
+    last_stride: tl.tensor,
+    max_len: tl.tensor,
     HAS_DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,14 +80,14 @@ def prepare_inputs_triton(
 
 @kernel()
 def _prepare_inputs_kernel(
-    slots: Any,
-    query_start: Any,
-    num_computed: Any,
-    block_table: Any,
-    positions: Any,
-    seq_lens: Any,
-    slot_mapping: Any,
-    table_stride: Any,
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    num_computed: tl.tensor,
+    block_table: tl.tensor,
+    positions: tl.tensor,
+    seq_lens: tl.tensor,
+    slot_mapping: tl.tensor,
+    table_stride: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

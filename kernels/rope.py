@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -45,14 +45,14 @@ def apply_rope_triton(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
 
 @kernel()
 def _rope_kernel(
-    q: Any,
-    k: Any,
-    positions: Any,
-    cos_sin: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    k_token_stride: Any,
-    k_head_stride: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -71,11 +71,11 @@ def _rope_kernel(
 
 @kernel()
 def _rotate(
-    x: Any,
-    head_stride: Any,
-    pair: Any,
-    cos: Any,
-    sin: Any,
+    x: tl.tensor,
+    head_stride: tl.tensor,
+    pair: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HALF: tl.constexpr,

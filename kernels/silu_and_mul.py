@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,9 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 @kernel()
-def _silu_and_mul_kernel(x: Any, out: Any, stride: Any, width: Any, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul_kernel(
+    x: tl.tensor, out: tl.tensor, stride: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -62,7 +62,13 @@ def staged_write_triton(
 
 @kernel()
 def _staged_write_kernel(
-    target: Any, rows: Any, starts: Any, offsets: Any, values: Any, stride: Any, BLOCK: tl.constexpr
+    target: tl.tensor,
+    rows: tl.tensor,
+    starts: tl.tensor,
+    offsets: tl.tensor,
+    values: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     segment = tl.program_id(0)
     begin = tl.load(offsets + segment)
