@@ -95,7 +95,11 @@ def test_a_deeper_queue_changes_nothing(story_list: list[Story], chosen: dict[st
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_pool_for_one_request_serves_many(async_scheduling: bool) -> None:
     config = paper_config(
-        block_size=4, num_kv_blocks=MAX_LEN // 4, max_model_len=MAX_LEN, max_num_seqs=6, async_scheduling=async_scheduling
+        block_size=4,
+        num_kv_blocks=MAX_LEN // 4,
+        max_model_len=MAX_LEN,
+        max_num_seqs=6,
+        async_scheduling=async_scheduling,
     )
     engine = EngineCore(config, PaperExecutor(config))
     check(engine, [Story(prompt=(i, 2, 3), max_tokens=60) for i in range(8)])

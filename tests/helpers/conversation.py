@@ -77,7 +77,9 @@ def _take(engine: EngineCore, seen: Seen) -> None:
     if batch is None:
         return
     assert batch.counts.sum() == len(batch.tokens)
-    for request_id, token in zip(np.repeat(batch.request_ids, batch.counts).tolist(), batch.tokens.tolist(), strict=True):
+    for request_id, token in zip(
+        np.repeat(batch.request_ids, batch.counts).tolist(), batch.tokens.tolist(), strict=True
+    ):
         assert request_id not in seen.finished, "a token came after the end"
         assert request_id not in seen.aborted or engine.early_aborts, "a token came after the abort"
         seen.tokens[request_id].append(token)
