@@ -15,6 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +147,7 @@ def _check_ranges(config: EngineConfig) -> None:
     for name, allowed in (
         ("executor", EXECUTORS), ("dtype", DTYPES), ("load_format", LOAD_FORMATS),
         ("device", DEVICES), ("scheduling_policy", POLICIES),
+        ("log_level", LOG_LEVELS),
     ):  # fmt: skip
         value = getattr(config, name)
         if value not in allowed:

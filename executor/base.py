@@ -56,16 +56,21 @@ class Executor(ABC):
 
     @abstractmethod
     def collective_rpc(
-        self, method: str | Callable[..., Any], args: Sequence[Any] = (), timeout: float | None = None
+        self, method: str | bytes | Callable[..., Any], args: Sequence[Any] = (), timeout: float | None = None
     ) -> list[Any]:
         """Calls a Worker method by name, or callable(worker, *args), on every rank; results by rank.
 
-        timeout: seconds. Raises: WorkerError, TimeoutError.
+        method: bytes are a callable that cloudpickle has already packed. args and results are plain values.
+        timeout: seconds. Raises: WorkerError when a worker raised (the others go on) or died; ConfigError when
+        it raised one; TimeoutError; TypeError when args cannot travel.
         """
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raises: WorkerError when a worker is gone."""
+        """Raises: WorkerError when a worker is gone, or a step has failed."""
+
+    def watch(self, on_failure: Callable[[], None]) -> None:  # noqa: B027 (a worker in this process needs none)
+        """Calls on_failure once, from another thread, when a worker is gone: an idle engine polls nothing."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -82,7 +82,18 @@ class Codec(Generic[T]):
             raise ValueError(f"bad array offset {offset!r}")
         assert self._frame is not None
         if offset + count * dtype.itemsize > self._frame.nbytes:
-            raise ValueError(f"an array of {shape!r} {code} at {offset} exceeds the frame of {self._frame.nbytes} bytes")
+            raise ValueError(
+                f"an array of {shape!r} {code} at {offset} exceeds the frame of {self._frame.nbytes} bytes"
+            )
         if count == 0:
             return np.empty(tuple(shape), dtype)
         return np.frombuffer(self._frame, dtype, count, offset).reshape(tuple(shape))
+
+
+def require_plain(value: Any, what: str) -> None:
+    """Raises: TypeError when `value`, at a place typed Any, would not survive the way: only None, bool, int, float,
+    str, bytes, and lists and dicts of them do (tuples arrive as lists)."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(f"{what} cannot travel between processes: {error}; make it of plain Python values") from None

@@ -1,0 +1,164 @@
+"""Starts a Python child process and ties its life to ours, in both directions.
+
+The parent holds an exit descriptor for the child. The child watches its parent through two things, because
+either alone can fail: its standard input is a pipe whose end means that the parent is gone (but a process that
+the user forked may still hold the other end), and on Linux a pidfd of the parent. A child whose parent died kills
+its own children, removes the socket directories, and exits.
+
+`subprocess` rather than `multiprocessing`: a user's script is never imported again, so it needs no
+`if __name__ == "__main__"` guard. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import marshal
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from importlib import import_module
+
+from .sockets import remove_all_directories
+
+# marshal and sys are built in: nothing in the current directory can stand in for them before sys.path is ours.
+_BOOTSTRAP = (
+    "import marshal, sys; sys.path[:] = marshal.load(sys.stdin.buffer); "
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    f"from {__name__} import child_main; child_main()"
+)
+
+_children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+class ChildProcess:
+    """A child that runs `main(message)` and ignores Ctrl-C, which the terminal sends to the whole group.
+
+    main: "package.module:function", imported in the child. label: what `ps` shows. message: bytes for main.
+    sentinel: a file descriptor that becomes readable when the child is gone.
+    """
+
+    def __init__(self, main: str, label: str, message: bytes) -> None:
+        command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self.pid = self._process.pid
+        try:
+            self.sentinel = _exit_descriptor(self._process)
+        except BaseException:
+            self._process.kill()
+            raise
+        _children.add(self)
+        assert self._process.stdin is not None
+        self._lifeline = self._process.stdin
+        path = [str(entry) for entry in sys.path]
+        with contextlib.suppress(BrokenPipeError):  # it died at once; the sentinel tells
+            self._lifeline.write(marshal.dumps(path) + len(message).to_bytes(8, "little") + message)
+            self._lifeline.flush()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the child is gone. timeout: seconds."""
+        if self._process.poll() is None:
+            if not wait_readable([self.sentinel], timeout):
+                return False
+            self._process.wait()
+        return True
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def exit_reason(self) -> str:
+        """Of a child that is gone, for a message: "exited with code 1", "was killed by SIGKILL"."""
+        code = self._process.returncode
+        if code is None or code >= 0:
+            return f"exited with code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+    def close(self) -> None:
+        """Gives the descriptors back; a child still alive takes this as its parent's death."""
+        if self._lifeline.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):  # bytes it never read, because it is gone
+            self._lifeline.close()
+        os.close(self.sentinel)
+
+
+def stop_all(children: Sequence[ChildProcess], grace: float) -> None:
+    """Waits `grace` seconds for children told to stop, then SIGTERM, two seconds, SIGKILL. Closes them."""
+    for end_it, patience in ((None, grace), (ChildProcess.terminate, 2.0), (ChildProcess.kill, 5.0)):
+        deadline = time.monotonic() + patience
+        alive = [child for child in children if not child.wait(0)]
+        for child in alive:
+            if end_it is not None:
+                end_it(child)
+        for child in alive:
+            child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.close()
+
+
+def wait_readable(descriptors: Sequence[int], timeout: float | None) -> list[int]:
+    """Those of `descriptors` that are readable or closed at the other end, after `timeout` seconds at most."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    events = poll.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.999)))
+    return [descriptor for descriptor, _ in events]
+
+
+def child_main() -> None:
+    """Runs in the child: `python -c bootstrap label main parent_pid`."""
+    faulthandler.enable()
+    _, _, main, parent_pid = sys.argv
+    size = sys.stdin.buffer.read(8)
+    message = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+    if len(size) < 8 or len(message) < int.from_bytes(size, "little"):
+        sys.exit("the parent process died before it had said what to do")
+    _watch_parent(int(parent_pid))
+    module, _, function = main.partition(":")
+    sys.exit(getattr(import_module(module), function)(message))
+
+
+def _watch_parent(parent_pid: int) -> None:
+    lifeline = os.dup(0)  # out of the way of whatever reads standard input
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    watched = [lifeline]
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or the parent is gone: the pipe tells
+        watched.append(os.pidfd_open(parent_pid))
+    orphan = os.getppid() != parent_pid  # then the pidfd may be a stranger's
+
+    def watch() -> None:
+        if not orphan:
+            wait_readable(watched, None)
+        for child in list(_children):
+            child.kill()
+        remove_all_directories()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _exit_descriptor(process: subprocess.Popen[bytes]) -> int:
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without it
+        return os.pidfd_open(process.pid)
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        process.wait()
+        os.close(writer)
+
+    threading.Thread(target=wait, name="child-wait", daemon=True).start()
+    return reader

@@ -1,0 +1,155 @@
+"""A worker process: receives the engine's RPCs in order, hands them to the Worker, never waits for the device.
+
+Replies leave through the WorkerAsyncOutputCopy thread alone, so results, call replies and failures share one
+socket and one order. torch is imported inside `main`, after there is a way to report that it failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from ..config import ResolvedConfig
+from ..errors import ConfigError
+from .codec import Codec, CodecError, require_plain
+from .logs import log_to_stderr
+from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
+from .sockets import SocketDirectory, open_socket
+
+if TYPE_CHECKING:
+    from .async_output import WorkerAsyncOutputCopy
+    from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+REPLY_LINGER_MS = 2000
+"""How long a worker that exits waits for its last reply to be taken."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor tells a new worker process. worker_class: "package.module:Class"."""
+
+    config: ResolvedConfig
+    rank: int
+    worker_class: str
+    socket_directory: str
+    plans: str
+    replies: str
+
+
+def main(message: bytes) -> int:
+    start = msgspec.msgpack.decode(message, type=WorkerStart)
+    log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
+    SocketDirectory(start.socket_directory)  # so that it is removed if the engine dies before it could
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    plans = open_socket(context, zmq.DEALER)
+    plans.setsockopt(zmq.IDENTITY, identity(start.rank))
+    plans.connect(start.plans)
+    plans.send(b"")  # tells the executor's ROUTER who we are: it can address us from now on
+    try:
+        return _run(start, plans, _reply_sender(context, start.replies))
+    finally:
+        plans.close()
+        context.destroy(linger=REPLY_LINGER_MS)
+
+
+def identity(rank: int) -> bytes:
+    """Of a rank's DEALER socket."""
+    return b"rank-%d" % rank
+
+
+def _run(start: WorkerStart, plans: zmq.Socket[bytes], send: Callable[[WorkerReply], None]) -> int:
+    try:
+        from .async_output import WorkerAsyncOutputCopy
+
+        module, _, name = start.worker_class.partition(":")
+        worker = getattr(import_module(module), name)(start.config, start.rank)
+        ready = Ready(worker.info())
+    except Exception as error:
+        # Nothing runs yet that could own the socket, so this thread may.
+        send(_failure(start.rank, error))
+        return 1
+    replies = WorkerAsyncOutputCopy(send, start.rank)
+    try:
+        replies.put(ready)
+        serve(worker, start.rank, plans, replies, allow_callables=start.plans.startswith("ipc://"))
+        worker.shutdown()
+    finally:
+        replies.close()
+    return 0
+
+
+def serve(
+    worker: Worker, rank: int, plans: zmq.Socket[bytes], replies: WorkerAsyncOutputCopy, allow_callables: bool
+) -> None:
+    """Until Shutdown. After a step has failed the batch's state is unknown: further steps are not run."""
+    codec: Codec[WorkerRpc] = Codec(WorkerRpc)
+    broken = False
+    while True:
+        try:
+            rpc = codec.decode(plans.recv_multipart())
+        except CodecError as error:
+            logger.error("dropped a message: %s", error)
+            continue
+        if isinstance(rpc, Shutdown):
+            return
+        if isinstance(rpc, Call):
+            replies.put(_answer(worker, rank, rpc, allow_callables))
+        elif not broken:
+            try:
+                if isinstance(rpc, ExecuteModel):
+                    worker.execute_model(rpc.plan)
+                else:
+                    replies.put(worker.sample_tokens(rpc.step_id, rpc.grammar))
+            except Exception as error:
+                broken = True
+                replies.put(_failure(rank, error))
+
+
+def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | None) -> Any:
+    """function: a cloudpickled callable(worker, *args), run instead of `method`."""
+    if function is None:
+        return getattr(worker, method)(*args)
+    import cloudpickle
+
+    return cloudpickle.loads(function)(worker, *args)
+
+
+def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> CallReply | Failure:
+    try:
+        if call.function is not None and not allow_callables:
+            raise ConfigError(
+                "collective_rpc with a callable needs an ipc:// link; name a method of the worker instead"
+            )
+        value = call_worker(worker, call.method, call.args, call.function)
+        require_plain(value, f"the result of {call.method}")
+        return CallReply(call.call_id, rank, value)
+    except Exception as error:
+        return _failure(rank, error, call.call_id)
+
+
+def _failure(rank: int, error: Exception, call_id: int | None = None) -> Failure:
+    user_error = isinstance(error, ConfigError)
+    message = str(error) if user_error else f"{type(error).__name__}: {error}"
+    return Failure(rank, message, "".join(traceback.format_exception(error)), call_id, user_error)
+
+
+def _reply_sender(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Callable[[WorkerReply], None]:
+    """A function for one thread: that thread makes the socket, and owns it."""
+    codec: Codec[WorkerReply] = Codec(WorkerReply)
+    socket: zmq.Socket[bytes] | None = None
+
+    def send(reply: WorkerReply) -> None:
+        nonlocal socket
+        if socket is None:
+            socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
+            socket.connect(address)
+        socket.send_multipart(codec.encode(reply))
+
+    return send

@@ -1,0 +1,56 @@
+"""ZMQ sockets and the private directory that holds their `ipc://` paths. Importing this loads no torch.
+
+The directory is needed only until both ends are connected, so its maker removes it then: nothing is left to leak,
+and nobody else can connect, for the rest of the run. Until then every process that knows of it removes it when the
+others have died (`remove_all_directories`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import zmq
+
+_MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
+_LONGEST_NAME = 16
+_directories: set[str] = set()
+
+
+class SocketDirectory:
+    """A directory that only this user can enter. path: given by the process that made it, or None to make one."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path or _make()
+        _directories.add(self.path)
+
+    def address(self, name: str) -> str:
+        assert len(name) <= _LONGEST_NAME
+        return f"ipc://{self.path}/{name}"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # another process may be removing it too
+        _directories.discard(self.path)
+
+
+def remove_all_directories() -> None:
+    for path in list(_directories):
+        SocketDirectory(path).remove()
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:
+    """A socket that drops nothing silently. It belongs to the thread that uses it first."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    return socket
+
+
+def _make() -> str:
+    path = tempfile.mkdtemp(prefix="stepahead-")
+    if len(os.fsencode(path)) + 1 + _LONGEST_NAME > _MAX_PATH:
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="stepahead-", dir="/tmp")
+    return path
