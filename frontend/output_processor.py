@@ -14,7 +14,7 @@ from ..worker.messages import Logprobs
 from .detokenizer import Detokenizer, DetokenizerFactory
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from .request_processing import PreparedRequest
-from .sampling_params import RequestOutputKind, SamplingParams
+from .sampling_params import RequestOutputKind
 from .stop_strings import StopStrings
 
 
@@ -66,9 +66,7 @@ class RequestState:
 class SequenceState:
     """One sequence of a request: an EngineRequest's tokens and text so far."""
 
-    def __init__(
-        self, request: RequestState, index: int, engine_id: int, factory: DetokenizerFactory | None
-    ) -> None:
+    def __init__(self, request: RequestState, index: int, engine_id: int, factory: DetokenizerFactory | None) -> None:
         params = request.params
         self.request = request
         self.index = index
@@ -143,7 +141,11 @@ class SequenceState:
 
     def take_output(self, delta: bool) -> CompletionOutput:
         end = len(self.text)
-        if self._stops is not None and self.finish_reason is None and not self.request.params.include_stop_str_in_output:
+        if (
+            self._stops is not None
+            and self.finish_reason is None
+            and not self.request.params.include_stop_str_in_output
+        ):
             end -= self._stops.open_tail(self.text)
         first_token, first_char = (self._taken_tokens, self._taken_text) if delta else (0, 0)
         self._taken_tokens, self._taken_text = len(self.token_ids), end

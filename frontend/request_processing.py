@@ -187,4 +187,3 @@ class RequestProcessor:
                 if ids and ids not in found:
                     found.append(ids)
         return found
-
