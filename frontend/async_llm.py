@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -68,7 +68,7 @@ class AsyncLLM:
         priority: int = 0,
         *,
         add_special_tokens: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's output as it grows (sampling_params.output_kind says how much of it each time).
 
         A slow reader misses no text: several steps come as one output. Leaving the loop and closing the generator, or

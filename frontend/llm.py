@@ -39,6 +39,7 @@ class LLM:
         self._turn = threading.Lock()
         self._names = count()
         self._dead: EngineDeadError | None = None
+        self._closed = False
         self._engine = self._start(model, settings)
 
     def _start(self, model: str, settings: dict[str, Any]) -> Engine:
@@ -130,8 +131,9 @@ class LLM:
     ) -> list[RequestOutput]:
         with self._turn:
             self._check_alive()
-            params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
-            priorities = _one_each("priority", priority or 0, len(prompts))
+            default = SamplingParams() if sampling_params is None else sampling_params
+            params = _one_each("sampling_params", default, len(prompts))
+            priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
             prepared = [
                 self._engine.requests.prepare(prompt, own, own_priority, add_special_tokens)
                 for prompt, own, own_priority in zip(prompts, params, priorities, strict=True)
@@ -180,8 +182,6 @@ class LLM:
         ids = self._engine.outputs.forget(states)
         if ids and self._dead is None and not self._closed:
             self._engine.client.send(AbortRequests(ids))
-
-    _closed = False
 
     def _check_alive(self) -> None:
         if self._closed:
