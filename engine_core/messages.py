@@ -49,7 +49,7 @@ class Stop(msgspec.Struct, frozen=True, tag=4, array_like=True):
 ClientMessage = AddRequest | AbortRequests | UtilityCall | Stop
 
 
-class EngineInfo(msgspec.Struct, frozen=True, tag=1, kw_only=True):
+class EngineInfo(msgspec.Struct, frozen=True, tag=1, array_like=True, kw_only=True):
     """The handshake: the engine is ready, and what it resolved."""
 
     pid: int
@@ -62,7 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=1, kw_only=True):
     async_reason: str
 
 
-class StartFailure(msgspec.Struct, frozen=True, tag=2, kw_only=True):
+class StartFailure(msgspec.Struct, frozen=True, tag=2, array_like=True, kw_only=True):
     """The handshake when it fails. user_error: message alone is enough (a ConfigError)."""
 
     message: str

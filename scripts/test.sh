@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Everything that must hold: format, lint, layers, types, tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup.sh dev
+bin=$PWD/.venv/bin
+
+"$bin/ruff" format --check .
+"$bin/ruff" check .
+"$bin/lint-imports"
+"$bin/mypy" -p stepahead
+exec "$bin/pytest" "$@"

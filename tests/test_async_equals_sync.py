@@ -1,0 +1,124 @@
+"""Async equals sync, uni equals mp: the real scheduler, runner and device with HashLM, whose every token
+depends on every earlier token, block and position."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conversation import Seen, Story, play
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stepahead.config import ResolvedConfig, parse_settings, resolve
+from stepahead.engine_core.engine import EngineCore
+from stepahead.executor.registry import executor_class
+from stepahead.worker.model_config import ModelConfig
+
+EXAMPLES = int(os.environ.get("STEPAHEAD_EXAMPLES", "500"))
+VOCAB, MAX_LEN = 64, 64
+
+
+def make_config(step_ms: float = 0.0, **chosen: Any) -> ResolvedConfig:
+    settings = {"executor": "uni", "device": "cpu", "load_format": "dummy", "max_model_len": MAX_LEN, **chosen}
+    model = ModelConfig(architecture="HashLM", vocab_size=VOCAB, max_position=MAX_LEN, step_ms=step_ms)
+    return resolve(parse_settings("hash-lm", settings), model, executor_supports_async=True)
+
+
+def make_engine(**chosen: Any) -> EngineCore:
+    config = make_config(**chosen)
+    return EngineCore(config, executor_class(config.settings.executor)(config))
+
+
+@functools.cache
+def reference_engine() -> EngineCore:
+    return make_engine(async_scheduling=False, enable_prefix_caching=False, num_kv_blocks=8, max_num_seqs=1)
+
+
+@functools.cache
+def alone(story: Story) -> tuple[tuple[int, ...], str]:
+    """The request by itself, one step at a time: its tokens and why it ended."""
+    seen = play(reference_engine(), [Story(story.prompt, story.max_tokens, story.stop_ids, temperature=story.temperature, seed=story.seed)])
+    return tuple(seen.tokens[0]), seen.finished[0].reason
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[Story]:
+    tokens = st.integers(0, VOCAB - 1)
+    shared = draw(st.lists(tokens, max_size=24))
+    result = []
+    for _ in range(draw(st.integers(1, 7))):
+        prompt = (shared if draw(st.booleans()) else []) + draw(st.lists(tokens, min_size=1, max_size=20))
+        result.append(
+            Story(
+                prompt=tuple(prompt),
+                max_tokens=draw(st.integers(1, 24)),
+                stop_ids=tuple(draw(st.lists(tokens, max_size=6, unique=True))),
+                priority=draw(st.integers(0, 2)),
+                arrives=draw(st.integers(0, 20)),
+                leaves=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+                early=draw(st.booleans()),
+                temperature=draw(st.sampled_from([0.0, 1.0])),
+                seed=draw(st.integers(0, 2**63 - 1)),
+            )
+        )
+    return result
+
+
+@st.composite
+def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    smallest = MAX_LEN // block_size
+    return {
+        "block_size": block_size,
+        "num_kv_blocks": draw(st.integers(smallest, smallest * 3)),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 3, 16, 64, 512])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "async_scheduling": draw(st.sampled_from([True, True, False])),
+        "step_ms": draw(st.sampled_from([0.0, 0.0, 0.3])),
+    }
+
+
+def check(engine: EngineCore, story_list: list[Story], seen: Seen) -> None:
+    for request_id, story in enumerate(story_list):
+        tokens, reason = alone(story)
+        got = tuple(seen.tokens[request_id])
+        if request_id in seen.finished:
+            assert (got, seen.finished[request_id].reason) == (tokens, reason)
+        else:
+            assert request_id in seen.aborted
+            assert got == tokens[: len(got)]
+    assert engine.stats.rows_beyond_limit == 0
+    assert engine.stats.wasted_rows <= engine.stats.finished
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stories(), engine_settings())
+@pytest.mark.timeout(900)
+def test_every_request_equals_itself_alone_in_sync_mode(story_list: list[Story], chosen: dict[str, Any]) -> None:
+    engine = make_engine(**chosen)
+    try:
+        check(engine, story_list, play(engine, story_list))
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def mp_engine() -> Iterator[EngineCore]:
+    engine = make_engine(
+        executor="mp", block_size=4, num_kv_blocks=24, max_num_seqs=5, max_num_batched_tokens=16, step_ms=0.2
+    )
+    yield engine
+    engine.shutdown()
+
+
+@settings(max_examples=max(EXAMPLES // 10, 20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stories())
+@pytest.mark.timeout(600)
+def test_a_worker_process_gives_the_same_tokens(mp_engine: EngineCore, story_list: list[Story]) -> None:
+    check(mp_engine, story_list, play(mp_engine, story_list))
