@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from fake_engine import fake_engine
 from small_tokenizers import byte_level
-
 from stepahead.errors import InvalidRequestError
 from stepahead.frontend.sampling_params import SamplingParams
 
@@ -55,9 +54,7 @@ def test_a_bad_request_is_refused_with_the_value_and_the_limit(processor, prompt
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params"), [("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": ["x"]})]
-)
+@pytest.mark.parametrize(("prompt", "params"), [("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": ["x"]})])
 def test_what_needs_a_tokenizer_is_refused_without_one(no_tokenizer, prompt, params):
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         no_tokenizer.prepare(prompt, SamplingParams(**params))

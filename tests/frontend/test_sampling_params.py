@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from stepahead.errors import InvalidRequestError
 from stepahead.frontend.sampling_params import SamplingParams
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-
 from stepahead.config import parse_settings, resolve
 from stepahead.engine_core.messages import (
     AbortRequests,
@@ -148,7 +147,9 @@ def fake_engine(
 
 
 class FakeLLM(LLM):
-    def __init__(self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any) -> None:
+    def __init__(
+        self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any
+    ) -> None:
         self._fake = tokenizer, answer
         super().__init__("fake", **settings)
 
@@ -161,7 +162,9 @@ class FakeLLM(LLM):
 
 
 class FakeAsyncLLM(AsyncLLM):
-    def __init__(self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any) -> None:
+    def __init__(
+        self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any
+    ) -> None:
         self._fake = tokenizer, answer
         super().__init__("fake", **settings)
 
