@@ -28,10 +28,8 @@ def engine():
 
 
 async def last(stream):
-    output = None
-    async for output in stream:
-        pass
-    return output
+    outputs = [output async for output in stream]
+    return outputs[-1]
 
 
 async def test_outputs_grow_up_to_the_end(engine):

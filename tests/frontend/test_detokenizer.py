@@ -63,7 +63,8 @@ def test_byte_fallback_text_equals_decode_for_any_tokens_whose_bytes_spell_chara
     pieces = st.integers(first_piece, len(tokenizer) - 1).map(lambda token_id: [token_id])
     special = st.integers(0, 2).map(lambda token_id: [token_id])
     characters = st.characters(codec="utf-8").map(lambda char: [3 + byte for byte in char.encode()])
-    ids = sum(data.draw(st.lists(st.one_of(pieces, special, characters), max_size=30)), [])
+    parts = data.draw(st.lists(st.one_of(pieces, special, characters), max_size=30))
+    ids = [token_id for part in parts for token_id in part]
     start = tokenizer.convert_tokens_to_ids("s")
     assert "s" + "".join(stream(tokenizer, [start], ids, skip)) == decode(tokenizer, [start, *ids], skip)
 

@@ -58,7 +58,7 @@ def test_being_offline_is_one_clear_line(monkeypatch, tmp_path):
             name, cache_dir=str(tmp_path), **options
         ),
     )
-    with pytest.raises(ConfigError, match="'no-org/no-model'.*not in the local cache") as caught:
+    with pytest.raises(ConfigError, match=r"'no-org/no-model'.*not in the local cache") as caught:
         resolve_folder("no-org/no-model")
     assert "\n" not in str(caught.value)
 
