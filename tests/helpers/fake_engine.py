@@ -45,6 +45,9 @@ def batch(rows: Iterable[tuple[int, list[int]]], finished: Iterable[FinishedRequ
     )
 
 
+Answer = Callable[[EngineRequest], Iterable[int]]
+
+
 class FakeClient:
     """answer: the tokens of a request, as many as one likes; max_tokens and stop ids are applied here.
 
@@ -53,7 +56,7 @@ class FakeClient:
 
     info = INFO
 
-    def __init__(self, on_message: Callable[[Any], None], answer: Callable[[EngineRequest], Iterable[int]]) -> None:
+    def __init__(self, on_message: Callable[[Any], None], answer: Answer) -> None:
         self.sent: list[Any] = []
         self.live: dict[int, tuple[EngineRequest, Iterator[int], int]] = {}
         self.closed = False
@@ -132,7 +135,7 @@ class FakeClient:
 def fake_engine(
     on_message: Callable[[Any], None],
     tokenizer: Any | None,
-    answer: Callable[[EngineRequest], Iterable[int]],
+    answer: Answer,
     **settings: Any,
 ) -> Engine:
     model = ModelConfig(architecture="Fake", vocab_size=600, max_position=100, eos_token_ids=[2])
@@ -147,9 +150,7 @@ def fake_engine(
 
 
 class FakeLLM(LLM):
-    def __init__(
-        self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any
-    ) -> None:
+    def __init__(self, tokenizer: Any | None, answer: Answer, **settings: Any) -> None:
         self._fake = tokenizer, answer
         super().__init__("fake", **settings)
 
@@ -162,9 +163,7 @@ class FakeLLM(LLM):
 
 
 class FakeAsyncLLM(AsyncLLM):
-    def __init__(
-        self, tokenizer: Any | None, answer: Callable[[EngineRequest], Iterable[int]], **settings: Any
-    ) -> None:
+    def __init__(self, tokenizer: Any | None, answer: Answer, **settings: Any) -> None:
         self._fake = tokenizer, answer
         super().__init__("fake", **settings)
 

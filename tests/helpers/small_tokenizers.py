@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 TEXT = [
     "The sea is wide, and the ship sails on; the captain said: 'Stop there!' She sees 12 whales.",
-    "naïve café — “Größe” привет мир こんにちは世界 你好，世界",
+    "naïve café — “Größe” привет мир こんにちは世界 你好世界",
     "def f(x):\n    return x + 1\n\n\tindented   spaces",
     "smile 😀 and 👩‍👩‍👧 family 🇫🇷",
 ]
