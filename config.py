@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_kv_blocks: the pool in blocks instead, for tests and benchmarks.
     scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
     async_scheduling: None decides by itself (see `resolve_async_scheduling`).
+    executor: "mp" (a process per device), "uni" (in the engine core), or a class as "package.module:Class".
     step_timeout: seconds a step may take before its workers count as hung.
     """
 
@@ -150,7 +151,7 @@ def _check_ranges(config: EngineConfig) -> None:
         ("log_level", LOG_LEVELS),
     ):  # fmt: skip
         value = getattr(config, name)
-        if value not in allowed:
+        if value not in allowed and not (name == "executor" and ":" in value):
             raise ConfigError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")

@@ -15,7 +15,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +39,6 @@ from .messages import (
 )
 
 if TYPE_CHECKING:
-    from ..executor.base import Executor
     from .engine import EngineCore
 
 logger = logging.getLogger(__name__)
@@ -50,12 +48,12 @@ OUTPUT_LINGER_MS = 2000
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client tells a new engine-core process. engine_class: "package.module:Class".
+    """What the client tells a new engine-core process.
 
-    inputs, outputs: addresses that the client has bound."""
+    inputs, outputs: addresses that the client has bound.
+    """
 
     config: ResolvedConfig
-    engine_class: str
     socket_directory: str
     inputs: str
     outputs: str
@@ -81,7 +79,8 @@ def _serve(start: EngineStart, links: _Links) -> int:
     """Until Stop, SIGTERM or a failure. Returns the exit code."""
     engine: EngineCore | None = None
     try:
-        executor, engine = _start_engine(start)
+        engine = _start_engine(start.config)
+        executor = engine.executor
         executor.watch(lambda: links.inbox.put(executor.check_health))
         links.receive_into(engine)
         links.outbox.put(engine.info)
@@ -100,18 +99,15 @@ def _serve(start: EngineStart, links: _Links) -> int:
             engine.shutdown()
 
 
-def _start_engine(start: EngineStart) -> tuple[Executor, EngineCore]:
-    config = start.config
+def _start_engine(config: ResolvedConfig) -> EngineCore:
+    from .engine import EngineCore
+
     executor = executor_class(config.settings.executor)(config)
     try:
-        module, _, name = start.engine_class.partition(":")
-        engine = getattr(import_module(module), name)(config, executor)
+        return EngineCore(config, executor)
     except BaseException:
         executor.shutdown()
         raise
-    mode = "on" if engine.info.async_scheduling else "off"
-    logger.info("async scheduling: %s (%s)", mode, engine.info.async_reason)
-    return executor, engine
 
 
 InboxItem = ClientMessage | Callable[[], None]

@@ -36,7 +36,7 @@ from ..worker.messages import (
     WorkerReply,
     WorkerRpc,
 )
-from ..worker.process import WorkerStart, identity
+from ..worker.process import WORKER_CLASS, WorkerStart, identity
 from ..worker.sockets import SocketDirectory, open_socket
 from .base import Executor, Future
 
@@ -52,7 +52,7 @@ _LAST_WORDS_MS = 300
 class MultiprocExecutor(Executor):
     """worker_class: "package.module:Class", with the methods of `worker.Worker`."""
 
-    def __init__(self, config: ResolvedConfig, worker_class: str = "stepahead.worker.worker:Worker") -> None:
+    def __init__(self, config: ResolvedConfig, worker_class: str = WORKER_CLASS) -> None:
         super().__init__(config)
         self._directory = SocketDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

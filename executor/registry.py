@@ -7,12 +7,19 @@ from importlib import import_module
 from ..errors import ConfigError
 from .base import Executor
 
-_HOME = {"mp": ("multiproc", "MultiprocExecutor"), "uni": ("uniproc", "UniProcExecutor")}
+_HOME = {"mp": ".multiproc:MultiprocExecutor", "uni": ".uniproc:UniProcExecutor"}
 
 
 def executor_class(name: str) -> type[Executor]:
-    """Raises: ConfigError."""
-    if name not in _HOME:
-        raise ConfigError(f"executor={name!r}: must be one of {', '.join(_HOME)}")
-    module, attribute = _HOME[name]
-    return getattr(import_module(f".{module}", __package__), attribute)
+    """name: a key of _HOME, or "package.module:Class" for a class of the user's. Raises: ConfigError."""
+    home = _HOME.get(name, name)
+    module, colon, attribute = home.partition(":")
+    if not colon:
+        raise ConfigError(f"executor={name!r}: must be one of {', '.join(_HOME)}, or package.module:Class")
+    try:
+        found = getattr(import_module(module, __package__), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"executor={name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise ConfigError(f"executor={name!r} is not a subclass of stepahead.executor.base.Executor")
+    return found

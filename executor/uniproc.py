@@ -10,7 +10,7 @@ import msgspec
 from ..config import ResolvedConfig
 from ..errors import WorkerError
 from ..worker.codec import require_plain
-from ..worker.process import call_worker
+from ..worker.process import WORKER_CLASS, call_worker, make_worker
 from .base import Executor, Future
 
 if TYPE_CHECKING:
@@ -23,13 +23,12 @@ class UniProcExecutor(Executor):
     """Calls go straight to the worker; only the wait for a step's tokens is put off, to result().
 
     What the worker raises comes as it is, from the call or from result(), not wrapped in WorkerError.
+    worker_class: "package.module:Class", with the methods of `worker.Worker`.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, worker_class: str = WORKER_CLASS) -> None:
         super().__init__(config)
-        from ..worker.worker import Worker
-
-        self._worker: Worker | None = Worker(config, 0)
+        self._worker: Worker | None = make_worker(worker_class, config, rank=0)
         self._step_id = -1
 
     @classmethod

@@ -43,6 +43,8 @@ from ..worker.sockets import SocketDirectory, open_socket
 
 logger = logging.getLogger(__name__)
 
+ENGINE_MAIN = "stepahead.engine_core.process:main"
+
 STOP_GRACE = 5.0
 """Seconds the engine core gets to end by itself before it is made to."""
 
@@ -55,18 +57,12 @@ class EngineClient:
 
     on_message: called in the I/O thread with each OutputBatch and, if the engine dies before close(), last of all
     with one EngineFailed. It must not hold the client strongly if the client is to end when it is forgotten.
-    Construction starts the process and waits until it is ready. engine_class: see EngineStart.
+    Construction starts the process and waits until it is ready.
     Raises: ConfigError when a setting or model cannot be used, EngineDeadError when the engine fails to start.
     """
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        on_message: Callable[[EngineMessage], None],
-        *,
-        engine_class: str = "stepahead.engine_core.engine:EngineCore",
-    ) -> None:
-        self._connection = _Connection(config, engine_class, on_message)
+    def __init__(self, config: ResolvedConfig, on_message: Callable[[EngineMessage], None]) -> None:
+        self._connection = _Connection(config, on_message)
         self.info = self._connection.info
         self._end = weakref.finalize(self, self._connection.close)
 
@@ -90,7 +86,7 @@ class EngineClient:
 class _Connection:
     """What outlives the client object until the engine is down. Does not know the client."""
 
-    def __init__(self, config: ResolvedConfig, engine_class: str, on_message: Callable[[EngineMessage], None]) -> None:
+    def __init__(self, config: ResolvedConfig, on_message: Callable[[EngineMessage], None]) -> None:
         self._pid = os.getpid()
         self._on_message = on_message
         self._codec: Codec[ClientMessage] = Codec(ClientMessage)
@@ -107,7 +103,7 @@ class _Connection:
         directory = SocketDirectory()
         self._process: ChildProcess | None = None
         try:
-            self._process = self._start(config, engine_class, directory)
+            self._process = self._start(config, directory)
             self.info = self._handshake(self._process)
         except BaseException:
             if self._process is not None:
@@ -176,19 +172,16 @@ class _Connection:
         with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
             os.write(self._wake_writer, b"\0")
 
-    def _start(self, config: ResolvedConfig, engine_class: str, directory: SocketDirectory) -> ChildProcess:
+    def _start(self, config: ResolvedConfig, directory: SocketDirectory) -> ChildProcess:
         start = EngineStart(
             config=config,
-            engine_class=engine_class,
             socket_directory=directory.path,
             inputs=directory.address("inputs"),
             outputs=directory.address("outputs"),
         )
         self._inputs.bind(start.inputs)
         self._outputs.bind(start.outputs)
-        return ChildProcess(
-            "stepahead.engine_core.process:main", "stepahead-engine-core", msgspec.msgpack.encode(start)
-        )
+        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start))
 
     def _handshake(self, process: ChildProcess) -> EngineInfo:
         poller = self._poller(process)

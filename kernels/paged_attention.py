@@ -8,6 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .paged_attention_decode import paged_attention_decode_triton
+from .paged_attention_prefill import paged_attention_prefill_triton
+
 _GROUP_TOKENS = 8192
 _QUERY_TILE = 256
 
@@ -34,9 +37,36 @@ def paged_attention(
     upper bounds. sliding_window: how many tokens a query sees, itself included; 0 for all.
     Returns [t, heads, d].
     """
-    return paged_attention_reference(
+    function = paged_attention_triton if q.is_cuda else paged_attention_reference
+    return function(
         q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_query_len, max_seq_len, sliding_window
     )
+
+
+def paged_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """Decode rows of a mixed batch keep the decode kernel: a long context would hold up the others."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0] == 0:
+        return out
+    paged_attention_decode_triton(
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_seq_len, sliding_window, out
+    )
+    if max_query_len > 1:
+        paged_attention_prefill_triton(
+            q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, sliding_window, out
+        )
+    return out
 
 
 def paged_attention_reference(

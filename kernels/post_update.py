@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+from ._triton import kernel, next_power_of_2
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def post_update(
@@ -24,7 +31,8 @@ def post_update(
     checked (num_sampled - 1 of them were accepted), or None. Per slot: num_computed, num_tokens int32
     [num_slots], all_token_ids int32 [num_slots, max_len], last_sampled int32 [num_slots, 1].
     """
-    post_update_reference(
+    function = post_update_triton if slots.is_cuda else post_update_reference
+    function(
         slots, query_start, sampled, num_sampled, num_drafts, num_computed, num_tokens, all_token_ids, last_sampled
     )
 
@@ -61,3 +69,59 @@ def post_update_reference(
     last_column.index_add_(0, rows, torch.where(count > 0, last - last_column[rows], 0))
     num_computed.index_add_(0, rows, torch.where(real, advance, 0))
     num_tokens.index_add_(0, rows, count)
+
+
+def post_update_triton(
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_drafts: torch.Tensor | None,
+    num_computed: torch.Tensor,
+    num_tokens: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    last_sampled: torch.Tensor,
+) -> None:
+    if slots.shape[0]:
+        _post_update_kernel[(slots.shape[0],)](
+            slots, query_start, sampled, num_sampled, num_sampled if num_drafts is None else num_drafts,
+            num_computed, num_tokens, all_token_ids, last_sampled,
+            sampled.stride(0), all_token_ids.stride(0), last_sampled.stride(0), all_token_ids.shape[1],
+            HAS_DRAFTS=num_drafts is not None, BLOCK=next_power_of_2(sampled.shape[1]), num_warps=1,
+        )  # fmt: skip
+
+
+@kernel()
+def _post_update_kernel(
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    sampled: tl.tensor,
+    num_sampled: tl.tensor,
+    num_drafts: tl.tensor,
+    num_computed: tl.tensor,
+    num_tokens: tl.tensor,
+    all_token_ids: tl.tensor,
+    last_sampled: tl.tensor,
+    sampled_stride: tl.tensor,
+    ids_stride: tl.tensor,
+    last_stride: tl.tensor,
+    max_len: tl.tensor,
+    HAS_DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        count = tl.load(num_sampled + row)
+        advance = tl.load(query_start + row + 1) - tl.load(query_start + row)
+        if HAS_DRAFTS:
+            advance -= tl.where(count > 0, tl.load(num_drafts + row) - (count - 1), 0)
+        tl.store(num_computed + slot, tl.load(num_computed + slot) + advance)
+        if count > 0:
+            first = tl.load(num_tokens + slot)
+            j = tl.arange(0, BLOCK)
+            tokens = tl.load(sampled + row * sampled_stride + j, mask=j < count, other=0)
+            appended = (j < count) & (first + j < max_len)
+            tl.store(all_token_ids + slot * ids_stride + first + j, tokens, mask=appended)
+            tl.store(last_sampled + slot * last_stride, tl.load(sampled + row * sampled_stride + count - 1))
+            tl.store(num_tokens + slot, first + count)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+from ._triton import ceil_div, kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def prepare_inputs(
@@ -22,9 +29,8 @@ def prepare_inputs(
     Returns (positions int64 [t], seq_lens int32 [n], slot_mapping int64 [t]); a padding row has
     seq_len 0, and its tokens position 0 and slot mapping -1.
     """
-    return prepare_inputs_reference(
-        slots, query_start, num_computed, block_table, block_size, num_tokens_in_step, max_query_len
-    )
+    function = prepare_inputs_triton if slots.is_cuda else prepare_inputs_reference
+    return function(slots, query_start, num_computed, block_table, block_size, num_tokens_in_step, max_query_len)
 
 
 def prepare_inputs_reference(
@@ -48,3 +54,56 @@ def prepare_inputs_reference(
     block = block_table[rows[row_of_token], positions // block_size].long()
     slot_mapping = torch.where(real_token, block * block_size + positions % block_size, -1)
     return positions, seq_lens, slot_mapping
+
+
+def prepare_inputs_triton(
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    num_tokens_in_step: int,
+    max_query_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n, device = slots.shape[0], slots.device
+    positions = torch.empty(num_tokens_in_step, dtype=torch.int64, device=device)
+    slot_mapping = torch.empty_like(positions)
+    seq_lens = torch.empty(n, dtype=torch.int32, device=device)
+    if n:
+        block = 256
+        _prepare_inputs_kernel[(n, ceil_div(max_query_len, block))](
+            slots, query_start, num_computed, block_table, positions, seq_lens, slot_mapping, block_table.stride(0),
+            BLOCK_SIZE=block_size, BLOCK=block, num_warps=2,
+        )  # fmt: skip
+    return positions, seq_lens, slot_mapping
+
+
+@kernel()
+def _prepare_inputs_kernel(
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    num_computed: tl.tensor,
+    block_table: tl.tensor,
+    positions: tl.tensor,
+    seq_lens: tl.tensor,
+    slot_mapping: tl.tensor,
+    table_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    begin = tl.load(query_start + row)
+    query_len = tl.load(query_start + row + 1) - begin
+    slot = tl.load(slots + row).to(tl.int64)
+    real = slot >= 0
+    computed = tl.load(num_computed + slot, mask=real, other=0)
+    if tl.program_id(1) == 0:
+        tl.store(seq_lens + row, tl.where(real, computed + query_len, 0))
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < query_len
+    position = tl.where(real, computed + offset, 0)
+    table = block_table + slot * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=inside & real, other=0).to(tl.int64)
+    place = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(positions + begin + offset, position.to(tl.int64), mask=inside)
+    tl.store(slot_mapping + begin + offset, place, mask=inside)

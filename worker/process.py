@@ -7,8 +7,6 @@ socket and one order. torch is imported inside `main`, after there is a way to r
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ import zmq
 from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .codec import Codec, CodecError, require_plain
+from .failure import failure
 from .logs import log_to_stderr
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
 from .sockets import SocketDirectory, open_socket
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 logger = logging.getLogger(__name__)
+
+WORKER_CLASS = "stepahead.worker.worker:Worker"
 
 REPLY_LINGER_MS = 2000
 """How long a worker that exits waits for its last reply to be taken."""
@@ -53,7 +54,7 @@ def main(message: bytes) -> int:
     plans.connect(start.plans)
     plans.send(b"")  # tells the executor's ROUTER who we are: it can address us from now on
     try:
-        return _run(start, plans, _reply_sender(context, start.replies))
+        return _run(start, plans, _ReplyLink(context, start.replies, start.rank))
     finally:
         plans.close()
         context.destroy(linger=REPLY_LINGER_MS)
@@ -64,18 +65,19 @@ def identity(rank: int) -> bytes:
     return b"rank-%d" % rank
 
 
-def _run(start: WorkerStart, plans: zmq.Socket[bytes], send: Callable[[WorkerReply], None]) -> int:
+def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
     try:
         from .async_output import WorkerAsyncOutputCopy
 
-        module, _, name = start.worker_class.partition(":")
-        worker = getattr(import_module(module), name)(start.config, start.rank)
+        worker = make_worker(start.worker_class, start.config, start.rank)
         ready = Ready(worker.info())
     except Exception as error:
-        # Nothing runs yet that could own the socket, so this thread may.
-        send(_failure(start.rank, error))
+        link.open()
+        link.send(failure(start.rank, error))
+        link.close()
         return 1
-    replies = WorkerAsyncOutputCopy(send, start.rank)
+    replies = WorkerAsyncOutputCopy(link.send, start.rank, on_start=link.open, on_stop=link.close)
+    replies.start()
     try:
         replies.put(ready)
         serve(worker, start.rank, plans, replies, allow_callables=start.plans.startswith("ipc://"))
@@ -109,7 +111,12 @@ def serve(
                     replies.put(worker.sample_tokens(rpc.step_id, rpc.grammar))
             except Exception as error:
                 broken = True
-                replies.put(_failure(rank, error))
+                replies.put(failure(rank, error))
+
+
+def make_worker(worker_class: str, config: ResolvedConfig, rank: int) -> Worker:
+    module, _, name = worker_class.partition(":")
+    return getattr(import_module(module), name)(config, rank)
 
 
 def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | None) -> Any:
@@ -131,25 +138,28 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
         require_plain(value, f"the result of {call.method}")
         return CallReply(call.call_id, rank, value)
     except Exception as error:
-        return _failure(rank, error, call.call_id)
+        return failure(rank, error, call.call_id)
 
 
-def _failure(rank: int, error: Exception, call_id: int | None = None) -> Failure:
-    user_error = isinstance(error, ConfigError)
-    message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    return Failure(rank, message, "".join(traceback.format_exception(error)), call_id, user_error)
+class _ReplyLink:
+    """The PUSH socket to the executor. Opened, used and closed by one thread."""
 
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+        self._context = context
+        self._address = address
+        self._rank = rank
+        self._codec: Codec[WorkerReply] = Codec(WorkerReply)
 
-def _reply_sender(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Callable[[WorkerReply], None]:
-    """A function for one thread: that thread makes the socket, and owns it."""
-    codec: Codec[WorkerReply] = Codec(WorkerReply)
-    socket: zmq.Socket[bytes] | None = None
+    def open(self) -> None:
+        self._socket = open_socket(self._context, zmq.PUSH, REPLY_LINGER_MS)
+        self._socket.connect(self._address)
 
-    def send(reply: WorkerReply) -> None:
-        nonlocal socket
-        if socket is None:
-            socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
-            socket.connect(address)
-        socket.send_multipart(codec.encode(reply))
+    def send(self, reply: WorkerReply) -> None:
+        try:
+            frames = self._codec.encode(reply)
+        except TypeError as error:  # an array of a kind that does not travel: a bug of ours, but no silence
+            frames = self._codec.encode(failure(self._rank, error))
+        self._socket.send_multipart(frames)
 
-    return send
+    def close(self) -> None:
+        self._socket.close()

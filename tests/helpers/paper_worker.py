@@ -1,0 +1,124 @@
+"""The device on paper behind the real executors: a worker without torch, so that a process starts at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+from paper_device import PaperExecutor
+
+from stepahead.config import ResolvedConfig
+from stepahead.errors import ConfigError
+from stepahead.executor.multiproc import MultiprocExecutor
+from stepahead.executor.uniproc import UniProcExecutor
+from stepahead.worker.messages import GrammarMasks, StepOutput, StepPlan, WorkerInfo
+
+
+class PaperOutput:
+    """An AsyncOutput that takes `delay` seconds."""
+
+    def __init__(self, output: StepOutput, delay: float) -> None:
+        self._output = output
+        self._ready_at = time.monotonic() + delay
+
+    def get_output(self, timeout: float | None = None) -> StepOutput:
+        remaining = self._ready_at - time.monotonic()
+        if timeout is not None and remaining > timeout:
+            raise TimeoutError
+        time.sleep(max(0.0, remaining))
+        return self._output
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._ready_at
+
+
+class PaperWorker:
+    """delay: seconds a step takes on the device, from the model's step_ms."""
+
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        self.rank = rank
+        self.delay = config.model.step_ms / 1000
+        self.device = PaperExecutor(config)
+
+    def info(self) -> WorkerInfo:
+        blocks = self.device.config.settings.num_kv_blocks or 64
+        return WorkerInfo(rank=self.rank, device="paper", kv_blocks=blocks, pid=os.getpid())
+
+    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
+        self.device.initialize_cache(num_blocks, max_model_len)
+
+    def execute_model(self, plan: StepPlan) -> None:
+        self.device.execute_model(plan)
+
+    def sample_tokens(self, step_id: int, grammar: GrammarMasks | None) -> PaperOutput:
+        output = self.device.sample_tokens(grammar).value
+        assert isinstance(output, StepOutput)
+        assert output.step_id == step_id
+        return PaperOutput(output, self.delay)
+
+    def shutdown(self) -> None:
+        return None
+
+    # ---- what tests call ------------------------------------------------------------------------
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def explode(self, message: str) -> None:
+        raise ValueError(message)
+
+    def refuse(self, message: str) -> None:
+        raise ConfigError(message)
+
+    def array(self) -> Any:
+        return np.zeros(3)
+
+
+class BadWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        raise RuntimeError("this worker cannot start")
+
+
+class RefusingWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        raise ConfigError("model='nowhere': no such folder")
+
+
+class DyingWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        os._exit(7)
+
+
+class SlowWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        time.sleep(60)
+
+
+class PaperMultiproc(MultiprocExecutor):
+    worker = "PaperWorker"
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__(config, worker_class=f"paper_worker:{self.worker}")
+
+
+class BadMultiproc(PaperMultiproc):
+    worker = "BadWorker"
+
+
+class RefusingMultiproc(PaperMultiproc):
+    worker = "RefusingWorker"
+
+
+class DyingMultiproc(PaperMultiproc):
+    worker = "DyingWorker"
+
+
+class SlowMultiproc(PaperMultiproc):
+    worker = "SlowWorker"
+
+
+class PaperUni(UniProcExecutor):
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__(config, worker_class="paper_worker:PaperWorker")

@@ -1,0 +1,20 @@
+"""A raised error as a message. Importing this loads no torch: a failing import of torch is reported too."""
+
+from __future__ import annotations
+
+import traceback
+
+from ..errors import ConfigError
+from .messages import Failure
+
+
+def failure(rank: int, error: BaseException, call_id: int | None = None) -> Failure:
+    """With the rank's own traceback. A ConfigError's message is meant for users, so it stays as it is."""
+    user_error = isinstance(error, ConfigError)
+    return Failure(
+        rank=rank,
+        message=str(error) if user_error else f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        call_id=call_id,
+        user_error=user_error,
+    )
