@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conversation import Seen, Story, play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from conversation import Seen, Story, play
 from stepahead.config import ResolvedConfig, parse_settings, resolve
 from stepahead.engine_core.engine import EngineCore
 from stepahead.executor.registry import executor_class

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from conversation import Story, play
 from paper_device import VOCAB, Done, PaperExecutor, generate_alone, next_token, paper_config
 from stepahead.engine_core.engine import EngineCore

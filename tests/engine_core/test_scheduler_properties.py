@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conversation import Story, play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from conversation import Story, play
 from paper_device import VOCAB, PaperExecutor, generate_alone, paper_config
 from stepahead.engine_core.engine import EngineCore
 

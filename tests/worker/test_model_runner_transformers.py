@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from step_driver import BLOCK_SIZE, CPU, MAX_LEN, NUM_SLOTS, StepDriver
 from stepahead.config import parse_settings, resolve
 from stepahead.worker.loader import load_model
@@ -13,7 +15,6 @@ from stepahead.worker.messages import SamplingOptions
 from stepahead.worker.model_config import read_model_config
 from stepahead.worker.parallel import ParallelGroup
 from tiny_models import VOCAB_SIZE, make_tiny_model
-from transformers import AutoModelForCausalLM
 
 COUNT = 12
 
