@@ -1,16 +1,18 @@
 """CUDA and CPU behind one face: an in-order compute stream, events, and a copy stream.
 
 CPU: a device thread plays the stream, so that the worker's main thread never waits there either.
+"Launched work" is what runs on the device: device tensors are read and written nowhere else.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+
+from ..errors import ConfigError
 
 
 class Event(ABC):
@@ -20,11 +22,12 @@ class Event(ABC):
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the device has passed it. Only the output-copy thread calls this in the step path.
 
-        Raises: whatever failed on the device before it; TimeoutError.
+        timeout: seconds. Raises: whatever failed on the device before it; TimeoutError.
         """
 
     @abstractmethod
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """True when wait() would not block. Does not block, and does not raise what failed."""
 
     @abstractmethod
     def time_ns(self) -> int:
@@ -32,20 +35,29 @@ class Event(ABC):
 
 
 class Device(ABC):
+    """Methods that launch are called from one thread, the worker's main thread.
+
+    torch_device: where tensors live. name: for people, e.g. "cpu" or "cuda (NVIDIA H200)".
+    """
+
     torch_device: torch.device
     name: str
 
     @abstractmethod
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work`'s device operations in order on the compute stream; does not wait for them."""
+        """Runs `work`'s device operations in order on the compute stream; does not wait for them.
+
+        What `work` raises comes out of a later Event.wait (CPU: it has not run yet) or of this call
+        (CUDA: `work` runs here, only its kernels run later).
+        """
 
     @abstractmethod
     def record(self) -> Event:
         """An event after everything launched so far."""
 
     @abstractmethod
-    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-        """Pinned host memory as numpy and as torch, one memory. Allocated at start-up only."""
+    def host_buffer(self, num_bytes: int) -> tuple[np.ndarray, torch.Tensor]:
+        """Host memory (CUDA: pinned) as numpy and as torch uint8 [num_bytes], one memory."""
 
     @abstractmethod
     def upload(self, host: torch.Tensor) -> torch.Tensor:
@@ -53,7 +65,28 @@ class Device(ABC):
         CPU: the buffer itself). The caller keeps the buffer unchanged until the step's event."""
 
     @abstractmethod
-    def copy_to_host(self, make: Callable[[], Sequence[torch.Tensor]]) -> tuple[Callable[[], list[Any]], Event]:
-        """Starts copying, on the copy stream and after all launched work, the tensors that make()
-        returns (called in the compute stream). The first result gives the host tensors, valid after
-        the event."""
+    def copy_to_host(self, sources: Callable[[], Sequence[torch.Tensor]], targets: Sequence[torch.Tensor]) -> Event:
+        """Copies, on the copy stream and after all launched work, the tensors that sources() returns (it
+        is called as launched work) into the host tensors `targets`, of the same shapes and types.
+
+        Returns the event after which the targets may be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drops what has not started and gives the device back. Safe to call twice."""
+
+
+def open_device(kind: str) -> Device:
+    """kind: "cpu", "cuda", or "auto" for CUDA where there is one. Raises: ConfigError."""
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        from .device_cpu import CpuDevice
+
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={kind!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
+    from .device_cuda import CudaDevice
+
+    return CudaDevice()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+
 from paper_device import generate_alone
 from paper_worker import client_for, request
 from process_tools import UserScript, alive, nothing_left_behind, wait_until

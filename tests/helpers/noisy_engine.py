@@ -7,6 +7,7 @@ import os
 import msgspec
 import numpy as np
 import zmq
+
 from stepahead.engine_core.messages import EngineInfo, EngineMessage, FinishedRequest, OutputBatch
 from stepahead.engine_core.process import EngineStart
 from stepahead.worker.codec import Codec

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from paper_device import PaperExecutor, paper_config
 from stepahead.config import ResolvedConfig
 from stepahead.engine_core.messages import (

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from ..attention import AttentionMetadata
+from ..weights import WeightSource
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 """Per layer (k, v), each [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -28,5 +29,10 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [m, hidden]. Returns float32 [m, vocab_size]."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises: ConfigError naming a missing, unexpected or misshapen weight."""
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every checkpoint tensor that load_weights wants, by name, with its whole shape; {} for none."""
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
+        """A model without weights does not touch `weights`, so no file need exist.
+
+        Raises: ConfigError naming a missing, unexpected or misshapen weight."""

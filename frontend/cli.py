@@ -1,0 +1,200 @@
+"""The command line: `stepahead generate`. What is slow to import is imported late, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .. import __version__
+from ..config import DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, POLICIES, EngineConfig
+from ..errors import StepaheadError
+from .generation_report import GenerationReport
+from .outputs import RequestMetrics
+from .sampling_params import RequestOutputKind, SamplingParams
+from .tokenizer import render_chat
+
+if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
+
+_USER_ERROR = 2
+_INTERRUPTED = 128 + signal.SIGINT
+_TERMINATED = 128 + signal.SIGTERM
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+_CHOICES = {
+    "executor": EXECUTORS,
+    "dtype": DTYPES,
+    "load_format": LOAD_FORMATS,
+    "device": DEVICES,
+    "scheduling_policy": POLICIES,
+}
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos",
+)  # fmt: skip
+_NOT_OPTIONS = {"model", "seed"}  # --model has its own text; --seed is the request's
+_SIMPLE_TYPES: dict[str, type] = {"float": float, "int": int, "int | None": int, "bool": bool}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a closed pipe, SIGTERM."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        _generate(arguments)
+        sys.stdout.flush()
+    except StepaheadError as error:
+        print(f"stepahead: error: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more when it ends: give it somewhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return 0
+
+
+def _terminate(signum: int, frame: types.FrameType | None) -> None:
+    sys.exit(_TERMINATED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepahead", description="An LLM inference engine that plans one step ahead.")
+    parser.add_argument("--version", action="version", version=f"stepahead {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="generate text for prompts",
+        description="Generates text. One prompt is streamed to stdout as it comes.",
+    )
+    generate.add_argument("--model", required=True, help="a local folder, or a Hugging Face hub id")
+    generate.add_argument("--prompt", required=True, action="append", help="may be given several times")
+    generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    generate.add_argument("--json", action="store_true", help="print a JSON object a prompt, then one about the run")
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128, help="default: 128")
+    sampling.add_argument("--stop", action="append", help="a string that ends the text; may be given several times")
+    for field in fields(SamplingParams):
+        if field.name in _SAMPLING:
+            _add_option(sampling, field.name, _SIMPLE_TYPES[str(field.type)], field.default)
+    engine = generate.add_argument_group("engine")
+    hints = typing.get_type_hints(EngineConfig)
+    for setting in msgspec.structs.fields(EngineConfig):
+        if setting.name not in _NOT_OPTIONS:
+            _add_option(engine, setting.name, _plain_type(hints[setting.name]), setting.default)
+    return parser
+
+
+def _plain_type(hint: Any) -> type:
+    """`int` of `int | None`."""
+    plain = [part for part in typing.get_args(hint) if part is not type(None)]
+    return plain[0] if plain else hint
+
+
+def _add_option(group: Any, name: str, kind: type, default: Any) -> None:
+    """An option that appears in the parsed arguments only when it was given."""
+    flag = f"--{name.replace('_', '-')}"
+    text = f"default: {'decided by itself' if default is None else default}"
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        return
+    choices = _CHOICES.get(name)
+    metavar = None if choices else kind.__name__.upper()
+    group.add_argument(flag, type=kind, choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_OPTIONS])
+    stream = not arguments.json and len(arguments.prompt) == 1
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        **_given(arguments, _SAMPLING),
+    )
+    from .async_llm import AsyncLLM
+
+    engine = AsyncLLM(arguments.model, **settings)
+    try:
+        report = GenerationReport(engine.engine_info)
+        if not arguments.json:
+            print(report.mode_line(), file=sys.stderr, flush=True)
+        asyncio.run(_answer(engine, arguments, params, report))
+    finally:
+        engine.close()
+    if arguments.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        print(report.end_line(), file=sys.stderr)
+
+
+async def _answer(
+    engine: AsyncLLM, arguments: argparse.Namespace, params: SamplingParams, report: GenerationReport
+) -> None:
+    """All prompts at once; their texts in the order of the prompts."""
+    show = sys.stdout.write if params.output_kind is RequestOutputKind.DELTA else None
+    report.start()
+    requests = [
+        asyncio.create_task(_complete(engine, prompt, arguments.chat, params, show)) for prompt in arguments.prompt
+    ]
+    try:
+        for prompt, request in zip(arguments.prompt, requests, strict=True):
+            answer = await request
+            report.add(answer.num_prompt, len(answer.token_ids), answer.metrics)
+            if arguments.json:
+                shown = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason")}
+                print(json.dumps({"prompt": prompt, **shown}), flush=True)
+            elif show is None:
+                print(f"> {prompt}\n{answer.text}\n", flush=True)
+            else:
+                print()
+    finally:
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+    report.finish(await engine.stats())
+
+
+@dataclass
+class _Answer:
+    num_prompt: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    metrics: RequestMetrics
+
+
+async def _complete(
+    engine: AsyncLLM, prompt: str, chat: bool, params: SamplingParams, show: Callable[[str], Any] | None
+) -> _Answer:
+    """show: gets the text as it comes."""
+    text = render_chat(engine.get_tokenizer(), [{"role": "user", "content": prompt}]) if chat else prompt
+    answer = _Answer(0, "", [], None, RequestMetrics(0.0))
+    async with aclosing(engine.generate(text, params, add_special_tokens=not chat)) as outputs:
+        async for output in outputs:
+            sequence = output.outputs[0]
+            if show is not None:
+                show(sequence.text)
+                sys.stdout.flush()
+            answer.text += sequence.text
+            answer.token_ids += sequence.token_ids
+            answer.finish_reason = sequence.finish_reason
+            answer.num_prompt, answer.metrics = len(output.prompt_token_ids), output.metrics
+    return answer

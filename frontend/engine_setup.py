@@ -1,0 +1,96 @@
+"""What LLM and AsyncLLM do alike: from a model's name and settings to a running engine and its tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig, ResolvedConfig, parse_settings, resolve
+from ..engine_core.messages import EngineMessage
+from ..executor.registry import executor_class
+from ..worker.model_config import read_model_config
+from .detokenizer import DetokenizerFactory
+from .engine_client import EngineClient
+from .hub import resolve_folder
+from .output_processor import OutputProcessor
+from .request_processing import RequestProcessor
+from .tokenizer import check_tokenizer_files, load_tokenizer
+
+
+@dataclass
+class Engine:
+    """A running engine, seen from the front end. tokenizer: None with skip_tokenizer_init."""
+
+    config: ResolvedConfig
+    client: EngineClient
+    tokenizer: Any | None
+    requests: RequestProcessor
+    outputs: OutputProcessor
+
+
+def start_engine(model: str, settings: dict[str, Any], on_message: Callable[[EngineMessage], None]) -> Engine:
+    """Raises: ConfigError, mostly before any process is started, and never with one left behind; EngineDeadError."""
+    config, tokenizer_folder = _with_folders(parse_settings(model, settings))
+    resolved = resolve(
+        config, read_model_config(config.model), executor_class(config.executor).supports_async_scheduling()
+    )
+    if tokenizer_folder is not None:
+        check_tokenizer_files(tokenizer_folder)
+    loading = _TokenizerLoad(tokenizer_folder)
+    client: EngineClient | None = None
+    try:
+        client = EngineClient(resolved, on_message)
+        tokenizer = loading.result()
+        requests = RequestProcessor(resolved, client.info, tokenizer)
+        outputs = OutputProcessor(None if tokenizer is None else DetokenizerFactory(tokenizer))
+    except BaseException:
+        if client is not None:
+            client.close()
+        loading.wait()
+        raise
+    return Engine(resolved, client, tokenizer, requests, outputs)
+
+
+def _with_folders(config: EngineConfig) -> tuple[EngineConfig, str | None]:
+    """The config with its model as a folder, and the tokenizer's folder."""
+    folder = resolve_folder(config.model, config.revision)
+    config = msgspec.structs.replace(config, model=folder)
+    if config.skip_tokenizer_init:
+        return config, None
+    if config.tokenizer is None:
+        return config, folder
+    return config, resolve_folder(config.tokenizer, tokenizer_only=True)
+
+
+class _TokenizerLoad:
+    """Loads it in a thread: importing transformers takes about as long as the engine takes to start."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+        self._tokenizer: Any | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="TokenizerLoad", daemon=True)
+        if folder is not None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        assert self._folder is not None
+        try:
+            self._tokenizer = load_tokenizer(self._folder)
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Also before giving up: a thread in the middle of an import must not meet the end of the interpreter."""
+        if self._folder is not None:
+            self._thread.join()
+
+    def result(self) -> Any | None:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._tokenizer

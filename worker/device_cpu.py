@@ -1,0 +1,110 @@
+"""The CPU as a device: one thread runs launched work in order, as a CUDA stream would."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from .device import Device, Event
+
+_SWITCH_INTERVAL = 1e-4
+
+
+class _Failure:
+    """The first error of launched work. Raised again by every later wait, with the frames it came from."""
+
+    def __init__(self, error: BaseException, traceback: TracebackType | None) -> None:
+        self._error = error
+        self._traceback = traceback
+
+    def throw(self) -> None:
+        raise self._error.with_traceback(self._traceback)
+
+
+class CpuEvent(Event):
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._failure: _Failure | None = None
+        self._time_ns = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._passed.wait(timeout):
+            raise TimeoutError(f"the device has not got there within {timeout} s")
+        if self._failure is not None:
+            self._failure.throw()
+
+    def done(self) -> bool:
+        return self._passed.is_set()
+
+    def time_ns(self) -> int:
+        return self._time_ns
+
+    def set(self, failure: _Failure | None) -> None:
+        """Device thread: the stream has come to this event."""
+        self._time_ns = time.monotonic_ns()
+        self._failure = failure
+        self._passed.set()
+
+
+class CpuDevice(Device):
+    """Work that raises poisons the device: what follows is skipped, and every later event carries the error."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = "cpu"
+        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._closing = False
+        # A thread that wants the interpreter waits this long for one that computes. The default, 5 ms, is as
+        # long as a whole step: the device would stand still while the main thread prepares, and the reverse.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
+        self._thread = threading.Thread(target=self._run, name="stepahead-cpu-device", daemon=True)
+        self._thread.start()
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def record(self) -> Event:
+        event = CpuEvent()
+        self._queue.put(event)
+        return event
+
+    def host_buffer(self, num_bytes: int) -> tuple[np.ndarray, torch.Tensor]:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        return tensor.numpy(), tensor
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def copy_to_host(self, sources: Callable[[], Sequence[torch.Tensor]], targets: Sequence[torch.Tensor]) -> Event:
+        def copy() -> None:
+            for target, source in zip(targets, sources(), strict=True):
+                target.copy_(source)
+
+        self.launch(copy)
+        return self.record()
+
+    def close(self) -> None:
+        self._closing = True
+        self._queue.put(None)
+        self._thread.join()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        failure: _Failure | None = None
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, CpuEvent):
+                item.set(failure)
+            elif failure is None and not self._closing:
+                try:
+                    item()
+                except BaseException as error:
+                    failure = _Failure(error, error.__traceback__)
+            # Work closes over a step's tensors: keep none alive while the queue is empty.
+            del item

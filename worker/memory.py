@@ -1,0 +1,84 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from ..config import ResolvedConfig
+from ..errors import ConfigError
+from .attention import AttentionMetadata
+from .models.base import Model
+
+_GIB = 1 << 30
+_CPU_SHARE = 4
+_CPU_MOST = 4 * _GIB
+_SAMPLER_COPIES = 4
+"""[rows, vocab] float32 tensors alive at once in sampling: logits, sorted logits, weights, log-probabilities."""
+
+_BATCH_BYTES_PER_TOKEN = 8
+"""The persistent batch holds an int32 token id for each place of each slot; the rest of it is smaller."""
+
+
+def kv_capacity(config: ResolvedConfig, device: torch.device, model: Model) -> int:
+    """KV blocks there is memory for, and no more than max_num_seqs requests of max_model_len can hold.
+
+    num_kv_blocks decides, else kv_cache_memory_bytes, else the device's memory (on CUDA a profile run finds
+    what a step needs besides). Raises: ConfigError when not even one block fits.
+    """
+    settings = config.settings
+    if settings.num_kv_blocks is not None:
+        return settings.num_kv_blocks
+    if settings.kv_cache_memory_bytes is not None:
+        memory, source = settings.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif device.type == "cuda":
+        memory, source = cuda_kv_bytes(config, device, model), "gpu_memory_utilization"
+    else:
+        memory, source = min(psutil.virtual_memory().available // _CPU_SHARE, _CPU_MOST), "free memory"
+    per_block = model.kv_bytes_per_block(settings.block_size)
+    if memory < per_block:
+        raise ConfigError(
+            f"no room for the KV cache: {source} leaves {max(memory, 0)} bytes, one block of "
+            f"block_size={settings.block_size} tokens takes {per_block}"
+        )
+    useful = settings.max_num_seqs * -(-config.max_model_len // settings.block_size)
+    return min(memory // per_block, useful)
+
+
+def cuda_kv_bytes(config: ResolvedConfig, device: torch.device, model: Model) -> int:
+    """What gpu_memory_utilization leaves after weights, the largest step, and what others hold on this GPU."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    _profile_step(config, device, model)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    batch = config.settings.max_num_seqs * config.max_model_len * _BATCH_BYTES_PER_TOKEN
+    return int(total * config.settings.gpu_memory_utilization) - peak - outside - batch
+
+
+@torch.inference_mode()
+def _profile_step(config: ResolvedConfig, device: torch.device, model: Model) -> None:
+    """The forward pass, logits and sampling of the largest step, on one KV block that nothing is written to."""
+    settings = config.settings
+    tokens = min(settings.max_num_batched_tokens, settings.max_num_seqs * config.max_model_len)
+    rows = min(settings.max_num_seqs, tokens)
+    query_len = -(-tokens // rows)
+    start = [min(i * query_len, tokens) for i in range(rows + 1)]
+    query_start = torch.tensor(start, dtype=torch.int32, device=device)
+    attention = AttentionMetadata(
+        query_start=query_start,
+        seq_lens=query_start.diff(),
+        block_tables=torch.zeros((rows, -(-query_len // settings.block_size)), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=query_len,
+        max_seq_len=query_len,
+    )
+    input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+    positions = torch.arange(tokens, dtype=torch.int64, device=device) % query_len
+    kv_cache = model.allocate_kv_cache(1, settings.block_size)
+    logits = model.compute_logits(model.forward(input_ids, positions, kv_cache, attention)[:rows])
+    copies = [torch.empty_like(logits) for _ in range(_SAMPLER_COPIES)]
+    copies[0].copy_(logits)

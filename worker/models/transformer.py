@@ -1,0 +1,210 @@
+"""The decoder-only transformer behind Llama, Mistral, Qwen2 and Qwen3.
+
+They differ only in what ModelConfig says: biases, q/k norms, head size, rope scaling, sliding windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ...kernels.kv_write import kv_write
+from ...kernels.paged_attention import paged_attention
+from ...kernels.rope import apply_rope
+from ...kernels.silu_and_mul import silu_and_mul
+from ..attention import AttentionMetadata
+from ..layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    Placement,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ..model_config import ModelConfig
+from ..parallel import ParallelGroup
+from ..weights import WeightSlot, WeightSource, fill_slots
+from .base import KVCache
+
+
+class Attention:
+    """Grouped-query self-attention over the paged KV cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        self.qkv = QKVParallelLinear(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_bias, place
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, config.output_bias, place
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, place) if config.qk_norm else None
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.window_of(layer)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        attention: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x: [t, hidden]. kv: this layer's cache, into which the tokens' k and v are written."""
+        heads = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
+        q, k, v = heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        apply_rope(q, k, positions, cos_sin)
+        k_cache, v_cache = kv
+        kv_write(k, v, k_cache, v_cache, attention.slot_mapping)
+        attended = paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            attention.block_tables,
+            attention.query_start,
+            attention.seq_lens,
+            self.scale,
+            attention.max_query_len,
+            attention.max_seq_len,
+            self.sliding_window,
+        )
+        return self.o_proj(attended.flatten(-2))
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = {**self.qkv.slots(prefix), **self.o_proj.slots(f"{prefix}o_proj.")}
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= {**self.q_norm.slots(f"{prefix}q_norm."), **self.k_norm.slots(f"{prefix}k_norm.")}
+        return slots
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = MergedColumnParallelLinear(hidden, {"gate_proj": inner, "up_proj": inner}, bias, place)
+        self.down_proj = RowParallelLinear(inner, hidden, bias, place)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up(x)))
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {**self.gate_up.slots(prefix), **self.down_proj.slots(f"{prefix}down_proj.")}
+
+
+class Layer:
+    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.attention = Attention(config, layer, place)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.mlp = MLP(config, place)
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {
+            **self.input_norm.slots(f"{prefix}input_layernorm."),
+            **self.attention.slots(f"{prefix}self_attn."),
+            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm."),
+            **self.mlp.slots(f"{prefix}mlp."),
+        }
+
+
+class Transformer:
+    """See base.Model. Parameters are plain tensors, uninitialised until load_weights."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, group: ParallelGroup) -> None:
+        """Raises: ConfigError when the model cannot be divided among the group's ranks."""
+        place = Placement(dtype, device, group)
+        self.config = config
+        self.place = place
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place)
+        self.layers = [Layer(config, layer, place) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        shared = self.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, place, shared)
+        self.cos_sin = rope_table(config, device)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
+    ) -> torch.Tensor:
+        residual = self.embed_tokens(input_ids)
+        normed = self.layers[0].input_norm(residual)
+        # Each addition to the residual is fused with the norm that reads it next.
+        norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, kv, norm_after in zip(self.layers, kv_cache, norms_after, strict=True):
+            attended = layer.attention(normed, positions, self.cos_sin, kv, attention)
+            normed, residual = layer.post_attention_norm.add(attended, residual)
+            normed, residual = norm_after.add(layer.mlp(normed), residual)
+        return normed
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden).float()
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        per_token = self._num_kv_heads * self.config.head_dim * self.place.dtype.itemsize
+        return 2 * self.config.num_layers * block_size * per_token
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        shape = (num_blocks, block_size, self._num_kv_heads, self.config.head_dim)
+        return [(self._zeros(shape), self._zeros(shape)) for _ in range(self.config.num_layers)]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.shape for name, slot in self._slots().items()}
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
+        fill_slots(self._slots(), (item for item in weights if not self._redundant(item[0])))
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self.layers[0].attention.qkv.num_kv_heads
+
+    def _redundant(self, name: str) -> bool:
+        """Old checkpoints hold rope's frequencies; some with tied embeddings hold the matrix twice."""
+        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight")
+
+    def _slots(self) -> dict[str, WeightSlot]:
+        slots = {**self.embed_tokens.slots("model.embed_tokens."), **self.norm.slots("model.norm.")}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.slots(f"model.layers.{index}.")
+        if not self.config.tie_word_embeddings:
+            slots |= self.lm_head.slots("lm_head.")
+        return slots
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype, device = self.place.dtype, self.place.device
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy's zeros are calloc's: memory is taken block by block as it is used, where torch's touch it all.
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def rope_table(config: ModelConfig, device: torch.device) -> torch.Tensor:
+    """float32 [max_position, head_dim]: for each position the cosines, then the sines, of its angles."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = _scaled(1.0 / config.rope_theta**exponents, config)
+    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+def _scaled(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Radians per position, [head_dim / 2], stretched to a longer context.
+
+    "llama3" as published with Llama 3.1: wavelengths short against the original context stay, long ones are
+    divided by the factor, and between the two the divisor is interpolated.
+    """
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * stretched + kept * frequencies

@@ -1,0 +1,62 @@
+"""One device's worker: what an executor calls, in its own process or in a worker process."""
+
+from __future__ import annotations
+
+import os
+
+from ..config import ResolvedConfig
+from ..errors import StepaheadError
+from .async_output import AsyncOutput
+from .device import open_device
+from .loader import load_model
+from .memory import kv_capacity
+from .messages import GrammarMasks, StepPlan, WorkerInfo
+from .model_runner import ModelRunner
+from .parallel import ParallelGroup
+
+
+class Worker:
+    """Every method is called from one thread, and none of the step's waits for the device.
+
+    Construction opens the device and loads the model. Raises: ConfigError.
+    """
+
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        self.rank = rank
+        self._config = config
+        self._device = open_device(config.settings.device)
+        self._runner: ModelRunner | None = None
+        try:
+            self._model = load_model(config, self._device.torch_device, ParallelGroup())
+            self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model)
+        except BaseException:
+            self._device.close()
+            raise
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(rank=self.rank, device=self._device.name, kv_blocks=self._kv_blocks, pid=os.getpid())
+
+    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocates the KV pool and the per-request state. num_blocks: at most info().kv_blocks. max_model_len:
+        in tokens. Waits; called once, before the first step."""
+        self._runner = ModelRunner(self._config, self._device, self._model, num_blocks, max_model_len)
+
+    def execute_model(self, plan: StepPlan) -> None:
+        """Prepares and launches the step up to its logits."""
+        self._ready_runner().execute(plan)
+
+    def sample_tokens(self, step_id: int, grammar: GrammarMasks | None) -> AsyncOutput:
+        """Launches sampling of the step started last, and its copy to the host.
+
+        Raises: StepaheadError when step_id is not that step.
+        """
+        return self._ready_runner().sample(step_id, grammar)
+
+    def shutdown(self) -> None:
+        """Safe to call twice."""
+        self._device.close()
+
+    def _ready_runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise StepaheadError("a step was started before initialize_cache")
+        return self._runner
