@@ -39,7 +39,7 @@ from ..engine_core.process import EngineStart
 from ..errors import ConfigError, EngineDeadError, StepaheadError
 from ..worker.child_process import ChildProcess, stop_all
 from ..worker.codec import Codec, CodecError, require_plain
-from ..worker.sockets import SocketDirectory, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, SocketDirectory, open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -174,18 +174,19 @@ class _Connection:
     def _start(self, config: ResolvedConfig, directory: SocketDirectory) -> ChildProcess:
         start = EngineStart(
             config=config,
-            socket_directory=directory.path,
             inputs=directory.address("inputs"),
             outputs=directory.address("outputs"),
         )
         self._inputs.bind(start.inputs)
         self._outputs.bind(start.outputs)
-        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start))
+        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start), directory)
 
     def _handshake(self, process: ChildProcess) -> EngineInfo:
         poller = self._poller(process)
         while True:
-            events = dict(poller.poll())
+            events = dict(poller.poll(SIGNAL_CHECK_MS))
+            if not events:
+                continue
             if self._outputs in events or self._outputs.poll(_LAST_WORDS_MS):
                 message = self._receive()
                 if isinstance(message, EngineInfo):

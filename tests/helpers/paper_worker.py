@@ -95,6 +95,13 @@ class BadWorker(PaperWorker):
         raise RuntimeError("this worker cannot start")
 
 
+class HalfBadWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        if rank == 1:
+            raise RuntimeError("this worker cannot start")
+        time.sleep(60)
+
+
 class RefusingWorker(PaperWorker):
     def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
         raise ConfigError("model='nowhere': no such folder")
@@ -119,6 +126,10 @@ class PaperMultiproc(MultiprocExecutor):
 
 class BadMultiproc(PaperMultiproc):
     worker = "BadWorker"
+
+
+class HalfBadMultiproc(PaperMultiproc):
+    worker = "HalfBadWorker"
 
 
 class RefusingMultiproc(PaperMultiproc):
