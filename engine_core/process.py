@@ -201,7 +201,7 @@ class _Links:
         while (message := self.outbox.get()) is not None:
             try:
                 frames = codec.encode(message)
-            except TypeError as error:  # a bug of ours; the client then ends this process
+            except Exception as error:  # a bug of ours; the client then ends this process
                 frames = codec.encode(EngineFailed(_message(error), _traceback(error)))
             socket.send_multipart(frames)
         socket.close()

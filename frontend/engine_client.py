@@ -48,6 +48,9 @@ ENGINE_MAIN = "stepahead.engine_core.process:main"
 STOP_GRACE = 5.0
 """Seconds the engine core gets to end by itself before it is made to."""
 
+_MESSAGES_A_TURN = 64
+"""Taken before senders get their turn, so that a busy engine does not keep an abort waiting."""
+
 _LAST_WORDS_MS = 300
 """How long after the engine core's death its own account of it may still arrive."""
 
@@ -249,7 +252,9 @@ class _Connection:
                 if self._closing:
                     return None
             gone = process.sentinel in events
-            while self._outputs.poll(_LAST_WORDS_MS if gone else 0):
+            budget = _MESSAGES_A_TURN
+            while (budget or gone) and self._outputs.poll(_LAST_WORDS_MS if gone else 0):
+                budget -= 1
                 message = self._receive()
                 if isinstance(message, EngineFailed):
                     return message

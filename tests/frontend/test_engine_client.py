@@ -9,16 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from paper_device import generate_alone
-from paper_worker import client_for, request
+from paper_worker import Inbox, client_for, request
 from process_tools import UserScript, alive, nothing_left_behind, wait_until
+from stepahead.config import parse_settings, resolve
 from stepahead.engine_core.messages import AbortRequests
 from stepahead.errors import ConfigError, EngineDeadError, StepaheadError
 from stepahead.frontend import engine_client
+from stepahead.frontend.engine_client import EngineClient
+from stepahead.worker.model_config import ModelConfig
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -161,15 +165,22 @@ def test_an_idle_engine_burns_no_cpu() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_engine_core_never_loads_torch() -> None:
-    client, inbox = client_for()
-    client.send(request(1))
-    inbox.wait_for(lambda inbox: inbox.finished)
-    with open(f"/proc/{client.info.pid}/maps") as maps:
-        mapped = maps.read()
-    client.close()
-    assert "libzmq" in mapped
-    assert "torch" not in mapped
+def test_the_real_worker_answers_alike_in_both_executors_and_only_it_loads_torch() -> None:
+    tokens = []
+    for executor in ("mp", "uni"):
+        model = ModelConfig(architecture="HashLM", vocab_size=64, max_position=128)
+        chosen = {"executor": executor, "device": "cpu", "load_format": "dummy", "num_kv_blocks": 32}
+        inbox = Inbox()
+        client = EngineClient(resolve(parse_settings("hash-lm", chosen), model, True), inbox)
+        for i in range(4):
+            client.send(request(i, (i, 2, 3), max_tokens=12))
+        inbox.wait_for(lambda inbox: len(inbox.finished) == 4)
+        mapped = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in (client.info.pid, *client.info.worker_pids)}
+        client.close()
+        assert "libtorch" in mapped[client.info.worker_pids[0]]
+        assert executor == "uni" or "torch" not in mapped[client.info.pid]
+        tokens.append([inbox.tokens[i] for i in range(4)])
+    assert tokens[0] == tokens[1]
 
 
 # ---- starting -----------------------------------------------------------------------------------
@@ -333,9 +344,14 @@ def test_a_worker_that_raises_in_a_step_ends_the_engine_at_once_with_its_traceba
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("victim", ["engine core", "worker"])
-def test_the_client_is_told_at_once_who_died_and_nothing_stays(victim: str, sent: signal.Signals, busy: bool) -> None:
-    client, inbox = client_for(step_ms=5)
+@pytest.mark.parametrize(
+    ("executor", "victim"),
+    [("PaperMultiproc", "engine core"), ("PaperMultiproc", "worker"), ("PaperUni", "engine core")],
+)
+def test_the_client_is_told_at_once_who_died_and_nothing_stays(
+    executor: str, victim: str, sent: signal.Signals, busy: bool
+) -> None:
+    client, inbox = client_for(executor, step_ms=5)
     if busy:
         client.send(request(1, max_tokens=400))
         inbox.wait_for(lambda inbox: inbox.tokens)
