@@ -1,10 +1,12 @@
+import itertools
+
 import pytest
 import torch
-
 from stepahead.kernels.combine_sampled_and_draft_tokens import (
-    combine_sampled_and_draft_tokens, combine_sampled_and_draft_tokens_reference,
+    combine_sampled_and_draft_tokens,
+    combine_sampled_and_draft_tokens_reference,
     combine_sampled_and_draft_tokens_triton,
-)  # fmt: skip
+)
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -35,7 +37,7 @@ def random_step(seed: int, num_drafts: int) -> tuple:
     return (
         slots, ints(*starts), torch.tensor(positions), rand(0, 999, 8, 700), prefill_len, num_tokens,
         rand(1000, 1999, 8, 1), rand(2000, 2999, 8, num_drafts),
-        max(b - a for a, b in zip(starts[:-1], starts[1:], strict=True)),
+        max(b - a for a, b in itertools.pairwise(starts)),
     )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from stepahead.kernels.kv_write import kv_write_reference, kv_write_triton
 
 

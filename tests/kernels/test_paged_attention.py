@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from stepahead.kernels import paged_attention as module
 from stepahead.kernels.paged_attention import paged_attention, paged_attention_reference, paged_attention_triton
 
@@ -94,6 +93,7 @@ CASES = {
     "decode rows, chunks and padding mixed": {"rows": [(20, 1), (0, 40), (3, 2), (0, 0), (64, 17), (300, 1)]},
     "window over decode rows": {"rows": [(40, 1), (3, 1), (200, 1)], "window": 20},
     "window over chunks": {"rows": [(90, 50), (0, 70), (10, 1)], "window": 9},
+    "window over split decode rows": {"rows": [(900, 1), (530, 1), (3, 1), (0, 0)], "window": 520},
     "window of one token": {"rows": [(5, 30), (9, 1)], "window": 1},
     "window longer than any row": {"rows": [(5, 30), (9, 1)], "window": 1000},
     "no sharing of KV heads": {"rows": [(20, 1), (9, 12)], "heads": 3, "kv_heads": 3},

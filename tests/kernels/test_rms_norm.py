@@ -1,9 +1,13 @@
 import pytest
 import torch
-
 from stepahead.kernels.rms_norm import (
-    add_rms_norm, add_rms_norm_reference, add_rms_norm_triton, rms_norm, rms_norm_reference, rms_norm_triton,
-)  # fmt: skip
+    add_rms_norm,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 3e-3}
 """The interpreter cuts a bfloat16 off where hardware rounds."""

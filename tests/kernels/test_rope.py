@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from stepahead.kernels.rope import apply_rope, apply_rope_reference, apply_rope_triton
 
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from stepahead.kernels.staged_write import staged_write_reference, staged_write_triton
 
 
