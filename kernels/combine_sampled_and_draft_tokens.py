@@ -82,7 +82,7 @@ def combine_sampled_and_draft_tokens_triton(
     return input_ids
 
 
-@kernel()
+@kernel(do_not_specialize=("slots", "query_start", "positions"))
 def _combine_kernel(
     slots: tl.tensor,
     query_start: tl.tensor,

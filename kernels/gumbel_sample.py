@@ -111,7 +111,7 @@ def gumbel_sample_triton(
     return sampled
 
 
-@kernel()
+@kernel(do_not_specialize=("temperature", "seeds", "positions"))
 def _block_best_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,

@@ -78,7 +78,7 @@ def prepare_inputs_triton(
     return positions, seq_lens, slot_mapping
 
 
-@kernel()
+@kernel(do_not_specialize=("slots", "query_start"))
 def _prepare_inputs_kernel(
     slots: tl.tensor,
     query_start: tl.tensor,
