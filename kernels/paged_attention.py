@@ -29,7 +29,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of each token over the tokens of its row up to itself.
 
-    q: [t, heads, d]; heads is a multiple of kv_heads, and query heads that share a KV head are neighbours.
+    q: [t, heads, d] (d contiguous); heads is a multiple of kv_heads, and query heads that share a KV head are
+    neighbours.
     k_cache, v_cache: [blocks, block_size, kv_heads, d]; the step's own keys and values are already there.
     block_tables: int32 [n, max_blocks]. query_start: int32 [n + 1]. seq_lens: int32 [n], the context
     length with the step's tokens; 0 for a padding row, which comes back as zeros. What the cache holds past

@@ -1,18 +1,20 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import stepahead.kernels
 
 ARCHITECTURES = (80, 90, 100)
-KERNELS = (
-    "_rms_norm_kernel", "_rope_kernel", "_silu_and_mul_kernel", "_kv_write_kernel", "_decode_kernel", "_merge_kernel",
-    "_prefill_kernel", "_prepare_inputs_kernel", "_combine_kernel", "_post_update_kernel", "_staged_write_kernel",
-    "_block_best_kernel", "_row_best_kernel",
-)  # fmt: skip
+KERNELS = sorted(
+    name
+    for file in Path(stepahead.kernels.__path__[0]).glob("*.py")
+    for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)
+)
 SHARED_MEMORY_OF_A_CONSUMER_GPU = 99 * 1024
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -34,11 +36,7 @@ def compiled(request, tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_compiles_and_fits_shared_memory(compiled, kernel):
     launches = [launch for launch in compiled if launch["kernel"] == kernel]
-    assert launches
+    assert launches, "no case of compile_ahead.py launches it"
     for launch in launches:
         assert not launch["error"], f"{launch['case']}: {launch['error']}"
         assert launch["shared"] <= SHARED_MEMORY_OF_A_CONSUMER_GPU, launch
-
-
-def test_no_kernel_is_missing_from_this_file(compiled):
-    assert {launch["kernel"] for launch in compiled} == set(KERNELS)
