@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+
 from stepahead.kernels.combine_sampled_and_draft_tokens import (
     combine_sampled_and_draft_tokens,
     combine_sampled_and_draft_tokens_reference,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import stepahead.kernels
 
 ARCHITECTURES = (80, 90, 100)

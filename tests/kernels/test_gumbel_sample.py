@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from stepahead.kernels import gumbel_sample as module
 from stepahead.kernels.gumbel_sample import (
     gumbel_noise,

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.kv_write import kv_write_reference, kv_write_triton
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from stepahead.kernels.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
 from stepahead.kernels.gumbel_sample import gumbel_sample
 from stepahead.kernels.kv_write import kv_write
@@ -10,7 +12,6 @@ from stepahead.kernels.post_update import post_update
 from stepahead.kernels.prepare_inputs import prepare_inputs
 from stepahead.kernels.staged_write import staged_write
 from stepahead.kernels.top_k_top_p import mask_top_k_top_p_min_p
-from torch.utils._python_dispatch import TorchDispatchMode
 
 READS_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stepahead.kernels import paged_attention as module
 from stepahead.kernels.paged_attention import paged_attention, paged_attention_reference, paged_attention_triton
 

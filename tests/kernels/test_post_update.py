@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.post_update import post_update, post_update_reference, post_update_triton
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.prepare_inputs import prepare_inputs, prepare_inputs_reference, prepare_inputs_triton
 
 

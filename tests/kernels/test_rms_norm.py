@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.rope import apply_rope, apply_rope_reference, apply_rope_triton
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference, silu_and_mul_triton
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from stepahead.kernels.staged_write import staged_write_reference, staged_write_triton
 
 

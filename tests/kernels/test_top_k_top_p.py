@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stepahead.kernels.top_k_top_p import mask_top_k_top_p_min_p
 
 
