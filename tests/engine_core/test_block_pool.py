@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from stepahead.engine_core.block_pool import BlockPool, block_digest, root_digest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from conversation import Story, play
 from paper_device import VOCAB, Done, PaperExecutor, generate_alone, next_token, paper_config
 from stepahead.engine_core.engine import EngineCore
@@ -73,7 +74,7 @@ def test_a_stop_wastes_one_row_and_no_client_sees_it() -> None:
 def test_more_stop_ids_than_the_table_has_columns_for() -> None:
     prompt = (4, 5)
     tokens = generate_alone(prompt, 30, (), 512)
-    others = [token for token in range(1000, 1020)]
+    others = list(range(1000, 1020))
     engine = make_engine()
     seen = play(engine, [Story(prompt=prompt, max_tokens=30, stop_ids=(*others, tokens[4]))])
     assert seen.tokens[0] == generate_alone(prompt, 30, (tokens[4],), 512)

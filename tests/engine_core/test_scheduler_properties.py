@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conversation import Story, play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from conversation import Story, play
 from paper_device import VOCAB, PaperExecutor, generate_alone, paper_config
 from stepahead.engine_core.engine import EngineCore
 
@@ -95,7 +96,11 @@ def test_a_deeper_queue_changes_nothing(story_list: list[Story], chosen: dict[st
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_pool_for_one_request_serves_many(async_scheduling: bool) -> None:
     config = paper_config(
-        block_size=4, num_kv_blocks=MAX_LEN // 4, max_model_len=MAX_LEN, max_num_seqs=6, async_scheduling=async_scheduling
+        block_size=4,
+        num_kv_blocks=MAX_LEN // 4,
+        max_model_len=MAX_LEN,
+        max_num_seqs=6,
+        async_scheduling=async_scheduling,
     )
     engine = EngineCore(config, PaperExecutor(config))
     check(engine, [Story(prompt=(i, 2, 3), max_tokens=60) for i in range(8)])

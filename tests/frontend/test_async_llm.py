@@ -7,6 +7,7 @@ import itertools
 import threading
 
 import pytest
+
 from fake_engine import FakeAsyncLLM
 from small_tokenizers import byte_level
 from stepahead.errors import EngineDeadError, InvalidRequestError, StepaheadError

@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from small_tokenizers import TEXT, byte_level, llama_like, metaspace, word_pieces
 from stepahead.frontend.detokenizer import DetokenizerFactory, PieceDetokenizer, WindowDetokenizer
 

@@ -6,6 +6,7 @@ import httpx2 as httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+
 from stepahead.errors import ConfigError
 from stepahead.frontend.hub import resolve_folder
 

@@ -10,6 +10,7 @@ import time
 import weakref
 
 import pytest
+
 from fake_engine import FakeLLM
 from small_tokenizers import byte_level
 from stepahead.errors import EngineDeadError, InvalidRequestError

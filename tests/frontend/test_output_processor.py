@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from fake_engine import batch, fake_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fake_engine import batch, fake_engine
 from small_tokenizers import TEXT, byte_level
 from stepahead.engine_core.messages import FinishedRequest, RequestPromptLogprobs
 from stepahead.frontend.sampling_params import RequestOutputKind, SamplingParams

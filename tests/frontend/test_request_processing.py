@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from fake_engine import fake_engine
 from small_tokenizers import byte_level
 from stepahead.errors import InvalidRequestError

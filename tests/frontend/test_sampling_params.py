@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from stepahead.errors import InvalidRequestError
 from stepahead.frontend.sampling_params import SamplingParams
 

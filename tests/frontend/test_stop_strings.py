@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stepahead.frontend.stop_strings import StopStrings
 
 WORDS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)

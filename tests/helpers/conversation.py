@@ -55,17 +55,16 @@ def play(engine: EngineCore, stories: Sequence[Story], max_turns: int = 20_000) 
     while len(started) < len(stories) or engine.has_work():
         assert turn < max_turns, "the engine makes no progress"
         for request_id, story in enumerate(stories):
-            if story.arrives == turn or (not engine.has_work() and request_id not in started):
-                if request_id not in started:
-                    started.add(request_id)
-                    engine.add_request(story.message(request_id))
-            if story.leaves is not None and request_id in started and request_id not in seen.finished:
-                if turn >= story.leaves and request_id not in seen.aborted:
-                    seen.aborted.add(request_id)
-                    if story.early:
-                        engine.early_aborts.append(request_id)
-                    else:
-                        engine.abort_requests([request_id])
+            if request_id not in started and (story.arrives == turn or not engine.has_work()):
+                started.add(request_id)
+                engine.add_request(story.message(request_id))
+            gone = request_id in seen.finished or request_id in seen.aborted
+            if request_id in started and not gone and story.leaves is not None and turn >= story.leaves:
+                seen.aborted.add(request_id)
+                if story.early:
+                    engine.early_aborts.append(request_id)
+                else:
+                    engine.abort_requests([request_id])
         _take(engine, seen)
         turn += 1
     engine.abort_requests(list(engine.early_aborts))
@@ -77,7 +76,9 @@ def _take(engine: EngineCore, seen: Seen) -> None:
     if batch is None:
         return
     assert batch.counts.sum() == len(batch.tokens)
-    for request_id, token in zip(np.repeat(batch.request_ids, batch.counts).tolist(), batch.tokens.tolist(), strict=True):
+    for request_id, token in zip(
+        np.repeat(batch.request_ids, batch.counts).tolist(), batch.tokens.tolist(), strict=True
+    ):
         assert request_id not in seen.finished, "a token came after the end"
         assert request_id not in seen.aborted or engine.early_aborts, "a token came after the abort"
         seen.tokens[request_id].append(token)

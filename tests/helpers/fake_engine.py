@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+
 from stepahead.config import parse_settings, resolve
 from stepahead.engine_core.messages import (
     AbortRequests,

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import numpy as np
-from paper_device import PaperExecutor
 
+from paper_device import PaperExecutor
 from stepahead.config import ResolvedConfig
 from stepahead.errors import ConfigError
 from stepahead.executor.multiproc import MultiprocExecutor

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from stepahead.config import EngineConfig, ResolvedConfig
 from stepahead.worker.async_output import AsyncOutput
 from stepahead.worker.attention import AttentionMetadata

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
 from stepahead.kernels.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens_triton
 from stepahead.kernels.gumbel_sample import gumbel_sample_triton
 from stepahead.kernels.kv_write import kv_write_triton
@@ -21,9 +25,6 @@ from stepahead.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from stepahead.kernels.rope import apply_rope_triton
 from stepahead.kernels.silu_and_mul import silu_and_mul_triton
 from stepahead.kernels.staged_write import staged_write_triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.bool: "*i1",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+
 from step_driver import StepDriver, greedy_tokens
 from stepahead.worker.async_output import WorkerAsyncOutputCopy
 from stepahead.worker.messages import CallReply, Failure, StepReply, WorkerReply

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+
 from stepahead.worker.device_cuda import CudaClock
 
 SECOND = 1_000_000_000

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from stepahead.errors import ConfigError
 from stepahead.worker.device import open_device
 from stepahead.worker.device_cpu import CpuDevice

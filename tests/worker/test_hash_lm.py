@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+
 from step_driver import CPU, VOCAB_SIZE, context_logits, hash_model
 from stepahead.worker.attention import AttentionMetadata
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
 from stepahead.errors import StepaheadError
 from stepahead.worker.device_cpu import CpuDevice
 from stepahead.worker.host_ring import HostBuffer, HostRing

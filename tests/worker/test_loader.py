@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from paged_run import PagedRun
 from safetensors.torch import load_file, save_file
+
+from paged_run import PagedRun
 from stepahead.config import parse_settings, resolve
 from stepahead.errors import ConfigError
 from stepahead.worker.loader import checkpoint_weights, dummy_weights, load_model

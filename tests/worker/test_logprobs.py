@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
 from step_driver import StepDriver, context_logits, greedy_tokens, hash_model
 from stepahead.worker import logprobs
 from stepahead.worker.messages import Logprobs, SamplingOptions

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stepahead.errors import ConfigError
 from stepahead.worker.model_config import ModelConfig, RopeScaling, read_model_config
 from tiny_models import make_tiny_model

@@ -11,6 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from step_driver import (
     GREEDY,
     NUM_SLOTS,
@@ -26,7 +28,6 @@ from stepahead.worker.device_cpu import CpuDevice
 from stepahead.worker.messages import GrammarMasks, SamplingOptions
 from stepahead.worker.models.base import KVCache
 from stepahead.worker.models.hash_lm import HashLM
-from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], "b": [27], "c": [2, 7, 1, 8, 2]}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from paged_run import PagedRun
 from stepahead.config import parse_settings, resolve
 from stepahead.worker.loader import load_model

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+
 from paged_run import PagedRun
 from stepahead.errors import ConfigError
 from stepahead.worker.layers import ParallelLMHead, Placement, VocabParallelEmbedding

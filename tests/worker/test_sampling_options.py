@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from step_driver import VOCAB_SIZE, StepDriver, context_logits, hash_model
-from stepahead.kernels.gumbel_sample import gumbel_sample
-from stepahead.worker.messages import SamplingOptions
 from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -22,6 +19,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from step_driver import VOCAB_SIZE, StepDriver, context_logits, hash_model
+from stepahead.kernels.gumbel_sample import gumbel_sample
+from stepahead.worker.messages import SamplingOptions
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 STEPS = 24

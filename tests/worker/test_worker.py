@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import psutil
 import pytest
+
 from step_driver import BLOCK_SIZE, CPU, GREEDY, MAX_LEN, NUM_SLOTS, greedy_tokens, hash_model, int32, make_config
 from stepahead.errors import ConfigError, StepaheadError
 from stepahead.worker.memory import kv_capacity

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+
 from stepahead.worker.attention import AttentionMetadata
 from stepahead.worker.models.base import Model
 
