@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 import stepahead
 from fake_engine import FakeAsyncLLM
 from small_tokenizers import byte_level

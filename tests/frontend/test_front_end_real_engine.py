@@ -13,6 +13,7 @@ import uuid
 
 import psutil
 import pytest
+
 from hash_model import write_hash_model
 from stepahead import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 
@@ -36,17 +37,18 @@ def llm(model):
         yield made
 
 
-def test_four_ways_of_running_give_the_same_tokens(model):
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_four_ways_of_running_give_the_same_tokens(model, llm):
     params = [SamplingParams(max_tokens=30, temperature=t, seed=3) for t in (0, 1, 1)]
     prompts = ["The sea", "is wide", [5, 6, 7] * 20]
-    results = []
-    for executor in ("uni", "mp"):
-        for async_scheduling in (True, False):
-            with LLM(model, executor=executor, async_scheduling=async_scheduling, **SETTINGS) as llm:
-                assert llm.async_scheduling is async_scheduling
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                results.append([output.outputs[0].token_ids for output in outputs])
-    assert results[0] == results[1] == results[2] == results[3]
+    expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    for executor, async_scheduling in (("uni", True), ("uni", False), ("mp", False)):
+        with LLM(model, executor=executor, async_scheduling=async_scheduling, **SETTINGS) as other:
+            assert other.async_scheduling is async_scheduling
+            assert tokens_of(other.generate(prompts, params, use_tqdm=False)) == expected
 
 
 def test_a_prompt_longer_than_the_model_touches_no_other_request(llm):
@@ -166,10 +168,13 @@ def test_a_signal_while_it_streams_ends_it_quietly_with_all_its_processes(slow_m
     assert_all_gone(mark)
 
 
-@pytest.mark.parametrize("delay", [0.5, 2.0])
-def test_an_interruption_while_it_starts_leaves_nothing(model, delay):
+@pytest.mark.parametrize("started", [2, 3])
+def test_an_interruption_while_it_starts_leaves_nothing(model, started):
+    """2: the engine core is there; 3: the worker too."""
     process, mark = start_cli("--model", model, "--prompt", "The sea", "--max-tokens", "400")
-    time.sleep(delay)
+    deadline = time.monotonic() + 30
+    while len(family(mark)) < started and time.monotonic() < deadline:
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -14,10 +14,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from demo_model import SCRIPT, demo_model, fetch_script
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo_model import SCRIPT, demo_model, fetch_script
 
 HIDDEN, HEADS, KV_HEADS, FEED_FORWARD = 64, 4, 2, 96
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh0123456789", "Ġ", "Ċ", "ab", "Ġa"]
