@@ -25,7 +25,7 @@ from ..errors import ConfigError, StepaheadError, WorkerError
 from ..executor.registry import executor_class
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.logs import log_to_stderr
-from ..worker.sockets import SocketDirectory, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, open_socket
 from .messages import (
     AbortRequests,
     AddRequest,
@@ -54,7 +54,6 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     config: ResolvedConfig
-    socket_directory: str
     inputs: str
     outputs: str
 
@@ -66,7 +65,6 @@ class Terminated(SystemExit):
 def main(message: bytes) -> int:
     start = msgspec.msgpack.decode(message, type=EngineStart)
     log_to_stderr("engine core", start.config.settings.log_level)
-    SocketDirectory(start.socket_directory)  # so that it is removed if the client dies before it could
     signal.signal(signal.SIGTERM, _raise_terminated)
     links = _Links(start.inputs, start.outputs)
     try:
@@ -123,8 +121,10 @@ def run_busy_loop(
     """
     while True:
         try:
-            item = inbox.get(block=not engine.has_work())
+            item = inbox.get(block=not engine.has_work(), timeout=SIGNAL_CHECK_MS / 1000)
         except queue.Empty:
+            if not engine.has_work():
+                continue
             outputs = engine.step()
             if outputs is not None:
                 send(outputs)
@@ -146,7 +146,8 @@ def _call_utility(engine: EngineCore, call: UtilityCall) -> UtilityReply:
         value = engine.utility(call.method, call.args)
         require_plain(value, f"the result of {call.method}")
         return UtilityReply(call.call_id, value)
-    except Exception as error:  # the caller's affair; a dead worker shows at the next step
+    except Exception as error:
+        engine.executor.check_health()  # a dead worker is everyone's affair, the rest is the caller's
         remote = error.remote_traceback if isinstance(error, WorkerError) else ""
         return UtilityReply(call.call_id, error=f"{_message(error)}\n{remote}".rstrip())
 

@@ -37,10 +37,12 @@ from ..worker.messages import (
     WorkerRpc,
 )
 from ..worker.process import WORKER_CLASS, WorkerStart, identity
-from ..worker.sockets import SocketDirectory, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, SocketDirectory, open_socket
 from .base import Executor, Future
 
 logger = logging.getLogger(__name__)
+
+WORKER_MAIN = "stepahead.worker.process:main"
 
 SHUTDOWN_GRACE = 3.0
 """Seconds that workers get to leave by themselves."""
@@ -153,13 +155,11 @@ class MultiprocExecutor(Executor):
                 config=self.config,
                 rank=rank,
                 worker_class=worker_class,
-                socket_directory=self._directory.path,
                 plans=plans,
                 replies=replies,
             )
-            self._workers.append(
-                ChildProcess("stepahead.worker.process:main", f"stepahead-worker-{rank}", msgspec.msgpack.encode(start))
-            )
+            message = msgspec.msgpack.encode(start)
+            self._workers.append(ChildProcess(WORKER_MAIN, f"stepahead-worker-{rank}", message, self._directory))
         for waited_for in (self._plans, self._replies, *(worker.sentinel for worker in self._workers)):
             self._poller.register(waited_for, zmq.POLLIN)
         # Only once a worker's greeting is here can the ROUTER address it.
@@ -181,10 +181,10 @@ class MultiprocExecutor(Executor):
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return False
-            self._receive(None if remaining is None else int(remaining * 1000 + 0.999))
+            self._receive(SIGNAL_CHECK_MS if remaining is None else min(SIGNAL_CHECK_MS, int(remaining * 1000 + 0.999)))
         return True
 
-    def _receive(self, timeout_ms: int | None = 0) -> None:
+    def _receive(self, timeout_ms: int = 0) -> None:
         """Takes every reply that is here, after waiting for one, or for a worker's end, for `timeout_ms` at most."""
         if self._closed or self._take_replies():
             return

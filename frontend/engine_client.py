@@ -39,7 +39,7 @@ from ..engine_core.process import EngineStart
 from ..errors import ConfigError, EngineDeadError, StepaheadError
 from ..worker.child_process import ChildProcess, stop_all
 from ..worker.codec import Codec, CodecError, require_plain
-from ..worker.sockets import SocketDirectory, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, SocketDirectory, open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +151,9 @@ class _Connection:
         if os.getpid() != self._pid:
             return  # a forked copy: the engine belongs to the process that started it
         with self._lock:
-            if not self._closing and self._dead is None:
-                self._outgoing.append(self._codec.encode(Stop()))
+            first, self._closing = not self._closing, True
+            if first and self._dead is None:
                 self._wake()
-            self._closing = True
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_GRACE + 10)
 
@@ -175,21 +174,23 @@ class _Connection:
     def _start(self, config: ResolvedConfig, directory: SocketDirectory) -> ChildProcess:
         start = EngineStart(
             config=config,
-            socket_directory=directory.path,
             inputs=directory.address("inputs"),
             outputs=directory.address("outputs"),
         )
         self._inputs.bind(start.inputs)
         self._outputs.bind(start.outputs)
-        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start))
+        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start), directory)
 
     def _handshake(self, process: ChildProcess) -> EngineInfo:
         poller = self._poller(process)
         while True:
-            events = dict(poller.poll())
+            events = dict(poller.poll(SIGNAL_CHECK_MS))
+            if not events:
+                continue
             if self._outputs in events or self._outputs.poll(_LAST_WORDS_MS):
                 message = self._receive()
                 if isinstance(message, EngineInfo):
+                    self._await_link(process)
                     return message
                 if isinstance(message, StartFailure):
                     if message.user_error:
@@ -199,6 +200,13 @@ class _Connection:
                 raise EngineDeadError(
                     f"the engine core {process.exit_reason()} while it started; see its error output above"
                 )
+
+    def _await_link(self, process: ChildProcess) -> None:
+        """Until the engine core's end of our inputs is there too; its death is noticed later."""
+        poller = zmq.Poller()
+        poller.register(self._inputs, zmq.POLLOUT)
+        poller.register(process.sentinel, zmq.POLLIN)
+        poller.poll()
 
     def _run(self, process: ChildProcess) -> None:
         """The I/O thread."""
@@ -221,13 +229,15 @@ class _Connection:
             if failure is not None:
                 self._on_message(failure)
         finally:
+            with self._lock:
+                self._push(self._codec.encode(Stop()))
             stop_all([process], STOP_GRACE)
             self._context.destroy(linger=0)
             os.close(self._wake_reader)
             os.close(self._wake_writer)
 
     def _exchange(self, process: ChildProcess) -> EngineFailed | None:
-        """Until close(), after Stop was sent (None), or the engine's death."""
+        """Until close() (then None) or the engine's death."""
         poller = self._poller(process)
         poller.register(self._wake_reader, zmq.POLLIN)
         while True:
@@ -235,7 +245,7 @@ class _Connection:
             if self._wake_reader in events:
                 os.read(self._wake_reader, 4096)
                 while self._outgoing:
-                    self._inputs.send_multipart(self._outgoing.popleft())
+                    self._push(self._outgoing.popleft())
                 if self._closing:
                     return None
             gone = process.sentinel in events
@@ -267,6 +277,11 @@ class _Connection:
         except CodecError as error:
             logger.error("dropped a message: %s", error)
             return None
+
+    def _push(self, frames: list[bytes]) -> None:
+        """Without a high-water mark only a peer that is gone is not ready to take more; its sentinel tells."""
+        with contextlib.suppress(zmq.Again):
+            self._inputs.send_multipart(frames, zmq.NOBLOCK)
 
     def _poller(self, process: ChildProcess) -> zmq.Poller:
         poller = zmq.Poller()

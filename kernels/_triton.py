@@ -32,8 +32,9 @@ class LazyKernel:
 
 
 def kernel(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """do_not_specialize: integer parameters that change from step to step. Triton would otherwise compile
-    again, in the middle of serving, when one of them becomes 1 or a multiple of 16."""
+    """do_not_specialize: integers that change from step to step, and tensors that may be slices of a staging
+    buffer. Triton would otherwise compile again, in the middle of serving, when such an integer becomes 1 or a
+    multiple of 16, or when such a slice does not begin at 16 bytes."""
     return lambda function: LazyKernel(function, do_not_specialize)
 
 

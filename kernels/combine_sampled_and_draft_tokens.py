@@ -82,7 +82,7 @@ def combine_sampled_and_draft_tokens_triton(
     return input_ids
 
 
-@kernel()
+@kernel(do_not_specialize=("slots", "query_start", "positions"))
 def _combine_kernel(
     slots: tl.tensor,
     query_start: tl.tensor,
@@ -106,10 +106,11 @@ def _combine_kernel(
     token = begin + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < end
     position = tl.load(positions + token, mask=inside, other=0)
-    known = inside & real & (position < tl.load(prefill_len + slot, mask=real, other=0))
+    has_slot = token < tl.where(real, end, begin)
+    known = has_slot & (position < tl.load(prefill_len + slot, mask=real, other=0))
     draft = position - tl.load(num_tokens + slot, mask=real, other=0)
     last = tl.load(last_sampled + slot * last_stride, mask=real, other=0)
-    drafted = inside & real & (draft >= 0) & (draft < NUM_DRAFTS)
+    drafted = has_slot & (draft >= 0) & (draft < NUM_DRAFTS)
     other = tl.load(draft_tokens + slot * NUM_DRAFTS + draft, mask=drafted, other=last)
     ids = tl.load(all_token_ids + slot * ids_stride + position, mask=known, other=other)
     tl.store(input_ids + token, ids, mask=inside)

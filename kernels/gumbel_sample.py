@@ -111,7 +111,7 @@ def gumbel_sample_triton(
     return sampled
 
 
-@kernel()
+@kernel(do_not_specialize=("temperature", "seeds", "positions"))
 def _block_best_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -160,14 +160,14 @@ def _noise(token: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 @kernel()
 def _row_key(seed: tl.tensor, position: tl.tensor, LANE: tl.constexpr) -> tl.tensor:
-    key = _mix_kernel(seed.to(tl.uint32) ^ LANE)
-    key = _mix_kernel(key ^ (seed >> 32).to(tl.uint32))
-    key = _mix_kernel(key ^ position.to(tl.uint32))
-    return _mix_kernel(key ^ (position >> 32).to(tl.uint32))
+    key = _mix_bits(seed.to(tl.uint32) ^ LANE)
+    key = _mix_bits(key ^ (seed >> 32).to(tl.uint32))
+    key = _mix_bits(key ^ position.to(tl.uint32))
+    return _mix_bits(key ^ (position >> 32).to(tl.uint32))
 
 
 @kernel()
-def _mix_kernel(x: tl.tensor) -> tl.tensor:
+def _mix_bits(x: tl.tensor) -> tl.tensor:
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

@@ -49,7 +49,7 @@ def kv_write_triton(
         )  # fmt: skip
 
 
-@kernel()
+@kernel(do_not_specialize=("slot_mapping",))
 def _kv_write_kernel(
     k: tl.tensor,
     v: tl.tensor,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from .paged_attention_decode import paged_attention_decode_triton
 from .paged_attention_prefill import paged_attention_prefill_triton
 
-_GROUP_TOKENS = 8192
-_QUERY_TILE = 256
+_GROUP_ELEMENTS = 1 << 19
+_QUERY_TILE = 128
 
 
 def paged_attention(
@@ -29,7 +29,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of each token over the tokens of its row up to itself.
 
-    q: [t, heads, d]; heads is a multiple of kv_heads, and query heads that share a KV head are neighbours.
+    q: [t, heads, d] (d contiguous); heads is a multiple of kv_heads, and query heads that share a KV head are
+    neighbours.
     k_cache, v_cache: [blocks, block_size, kv_heads, d]; the step's own keys and values are already there.
     block_tables: int32 [n, max_blocks]. query_start: int32 [n + 1]. seq_lens: int32 [n], the context
     length with the step's tokens; 0 for a padding row, which comes back as zeros. What the cache holds past
@@ -83,13 +84,16 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """For CPU tensors: it reads row lengths and block tables on the host.
 
-    Rows of one token run together with rows of similar length; a longer row runs alone.
+    Rows of one token run together with rows of similar length, few enough for the CPU's cache to hold their
+    keys; a longer row runs alone.
     """
     starts, lens, tables = query_start.numpy(), seq_lens.numpy(), block_tables.numpy()
     query_lens = np.diff(starts)
     out = torch.zeros_like(q)
     window = sliding_window or max_seq_len
-    for rows in _similar_lengths(np.flatnonzero((query_lens == 1) & (lens > 0)), np.minimum(lens, window)):
+    keys_per_group = _GROUP_ELEMENTS // (k_cache.shape[2] * k_cache.shape[3])
+    singles = np.flatnonzero((query_lens == 1) & (lens > 0))
+    for rows in _similar_lengths(singles, np.minimum(lens, window), keys_per_group):
         tokens = torch.from_numpy(starts[rows])
         _attend_singles(q, k_cache, v_cache, tables[rows], tokens, lens[rows], scale, window, out)
     for row in np.flatnonzero((query_lens > 1) & (lens > 0)):
@@ -98,11 +102,11 @@ def paged_attention_reference(
     return out
 
 
-def _similar_lengths(rows: np.ndarray, lens: np.ndarray) -> Iterator[np.ndarray]:
-    """Cuts rows, longest first, into groups of about _GROUP_TOKENS padded tokens."""
+def _similar_lengths(rows: np.ndarray, lens: np.ndarray, keys_per_group: int) -> Iterator[np.ndarray]:
+    """Cuts rows, longest first, into groups of about keys_per_group keys, padding included."""
     rows = rows[np.argsort(-lens[rows], kind="stable")]
     while len(rows):
-        count = max(1, _GROUP_TOKENS // int(lens[rows[0]]))
+        count = max(1, keys_per_group // int(lens[rows[0]]))
         yield rows[:count]
         rows = rows[count:]
 
@@ -124,19 +128,20 @@ def _attend_singles(
     columns = first[:, None] + np.arange(((lens - 1) // block_size - first).max() + 1)
     columns = np.minimum(columns, (lens[:, None] - 1) // block_size)
     blocks = torch.from_numpy(np.take_along_axis(tables, columns, axis=1).ravel())
-    span = int((lens - first * block_size).max())
-    position = first[:, None] * block_size + np.arange(span)
-    seen = torch.from_numpy((position < lens[:, None]) & (position >= lens[:, None] - window))
+    ends = lens - first * block_size
+    begins = np.maximum(ends - window, 0)
+    column = np.arange(ends.max())
+    seen = torch.from_numpy((column >= begins[:, None]) & (column < ends[:, None]))
 
     shape = len(lens), -1, kv_heads, dim
-    k = k_cache.index_select(0, blocks).view(shape)[:, :span]
-    v = v_cache.index_select(0, blocks).view(shape)[:, :span]
-    mask = None
-    if not seen.numpy().all():
-        unseen = ~seen[:, :, None, None]
-        k.masked_fill_(unseen, 0.0)
-        v.masked_fill_(unseen, 0.0)
-        mask = seen[:, None, None, :]
+    k = k_cache.index_select(0, blocks).view(shape)[:, : len(column)]
+    v = v_cache.index_select(0, blocks).view(shape)[:, : len(column)]
+    for edge in (slice(0, begins.max()), slice(ends.min(), len(column))):
+        if edge.start < edge.stop:
+            unseen = ~seen[:, edge, None, None]
+            k[:, edge].masked_fill_(unseen, 0.0)
+            v[:, edge].masked_fill_(unseen, 0.0)
+    mask = None if seen.numpy().all() else seen[:, None, None, :]
     queries = q.index_select(0, tokens).unflatten(1, (kv_heads, -1))
     result = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     out.index_copy_(0, tokens.long(), result.flatten(1, 2))

@@ -59,8 +59,8 @@ def paged_attention_decode_triton(
 
 
 def _num_splits(programs: int, span: int, device: torch.device) -> int:
-    """Enough to give every multiprocessor two programs, from numbers that the host knows."""
-    wanted = 2 * _num_multiprocessors(device) // max(programs, 1)
+    """Enough to give every multiprocessor four programs, from numbers that the host knows."""
+    wanted = 4 * _num_multiprocessors(device) // max(programs, 1)
     return max(1, min(wanted, span // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
 
 
@@ -70,7 +70,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-@kernel(do_not_specialize=("num_splits", "sliding_window"))
+@kernel(do_not_specialize=("block_tables", "query_start", "seq_lens", "num_splits", "sliding_window"))
 def _decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -149,7 +149,7 @@ def _decode_kernel(
         tl.store(out + target, result.to(out.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=("num_splits",))
+@kernel(do_not_specialize=("query_start", "num_splits"))
 def _merge_kernel(
     query_start: tl.tensor,
     out: tl.tensor,

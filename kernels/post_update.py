@@ -91,7 +91,7 @@ def post_update_triton(
         )  # fmt: skip
 
 
-@kernel()
+@kernel(do_not_specialize=("slots", "query_start", "sampled", "num_sampled", "num_drafts"))
 def _post_update_kernel(
     slots: tl.tensor,
     query_start: tl.tensor,

@@ -78,7 +78,7 @@ def prepare_inputs_triton(
     return positions, seq_lens, slot_mapping
 
 
-@kernel()
+@kernel(do_not_specialize=("slots", "query_start"))
 def _prepare_inputs_kernel(
     slots: tl.tensor,
     query_start: tl.tensor,
@@ -103,7 +103,8 @@ def _prepare_inputs_kernel(
     inside = offset < query_len
     position = tl.where(real, computed + offset, 0)
     table = block_table + slot * table_stride
-    block = tl.load(table + position // BLOCK_SIZE, mask=inside & real, other=0).to(tl.int64)
+    has_block = offset < tl.where(real, query_len, 0)
+    block = tl.load(table + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
     place = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(positions + begin + offset, position.to(tl.int64), mask=inside)
     tl.store(slot_mapping + begin + offset, place, mask=inside)

@@ -43,7 +43,7 @@ def apply_rope_triton(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor,
     )  # fmt: skip
 
 
-@kernel()
+@kernel(do_not_specialize=("positions",))
 def _rope_kernel(
     q: tl.tensor,
     k: tl.tensor,

@@ -60,7 +60,7 @@ def staged_write_triton(
         )
 
 
-@kernel()
+@kernel(do_not_specialize=("rows", "starts", "offsets", "values"))
 def _staged_write_kernel(
     target: tl.tensor,
     rows: tl.tensor,

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Sequence
 from importlib import import_module
 
-from .sockets import remove_all_directories
+from .sockets import SocketDirectory, remove_all_directories
 
 # marshal and sys are built in: nothing in the current directory can stand in for them before sys.path is ours.
 _BOOTSTRAP = (
@@ -41,11 +41,12 @@ class ChildProcess:
     """A child that runs `main(message)` and ignores Ctrl-C, which the terminal sends to the whole group.
 
     main: "package.module:function", imported in the child. label: what `ps` shows. message: bytes for main.
+    directory: of the sockets that connect the two; the child removes it if the parent dies.
     sentinel: a file descriptor that becomes readable when the child is gone.
     """
 
-    def __init__(self, main: str, label: str, message: bytes) -> None:
-        command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid())]
+    def __init__(self, main: str, label: str, message: bytes, directory: SocketDirectory) -> None:
+        command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self.pid = self._process.pid
         try:
@@ -96,8 +97,8 @@ class ChildProcess:
 
 
 def stop_all(children: Sequence[ChildProcess], grace: float) -> None:
-    """Waits `grace` seconds for children told to stop, then SIGTERM, two seconds, SIGKILL. Closes them."""
-    for end_it, patience in ((None, grace), (ChildProcess.terminate, 2.0), (ChildProcess.kill, 5.0)):
+    """Waits `grace` seconds for children told to stop, then SIGTERM, four more, SIGKILL. Closes them."""
+    for end_it, patience in ((None, grace), (ChildProcess.terminate, 4.0), (ChildProcess.kill, 5.0)):
         deadline = time.monotonic() + patience
         alive = [child for child in children if not child.wait(0)]
         for child in alive:
@@ -119,12 +120,14 @@ def wait_readable(descriptors: Sequence[int], timeout: float | None) -> list[int
 
 
 def child_main() -> None:
-    """Runs in the child: `python -c bootstrap label main parent_pid`."""
+    """Runs in the child: `python -c bootstrap label main parent_pid directory`."""
     faulthandler.enable()
-    _, _, main, parent_pid = sys.argv
+    _, _, main, parent_pid, directory = sys.argv
+    SocketDirectory(directory)
     size = sys.stdin.buffer.read(8)
     message = sys.stdin.buffer.read(int.from_bytes(size, "little"))
     if len(size) < 8 or len(message) < int.from_bytes(size, "little"):
+        remove_all_directories()
         sys.exit("the parent process died before it had said what to do")
     _watch_parent(int(parent_pid))
     module, _, function = main.partition(":")

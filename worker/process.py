@@ -19,7 +19,7 @@ from .codec import Codec, CodecError, require_plain
 from .failure import failure
 from .logs import log_to_stderr
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
-from .sockets import SocketDirectory, open_socket
+from .sockets import open_socket
 
 if TYPE_CHECKING:
     from .async_output import WorkerAsyncOutputCopy
@@ -39,7 +39,6 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     config: ResolvedConfig
     rank: int
     worker_class: str
-    socket_directory: str
     plans: str
     replies: str
 
@@ -47,7 +46,6 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 def main(message: bytes) -> int:
     start = msgspec.msgpack.decode(message, type=WorkerStart)
     log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
-    SocketDirectory(start.socket_directory)  # so that it is removed if the engine dies before it could
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     plans = open_socket(context, zmq.DEALER)
     plans.setsockopt(zmq.IDENTITY, identity(start.rank))

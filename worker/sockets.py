@@ -13,6 +13,10 @@ import tempfile
 
 import zmq
 
+SIGNAL_CHECK_MS = 1000
+"""Longest single wait of a main thread. Python runs signal handlers between waits, and a signal that arrives just
+before a wait begins does not interrupt it."""
+
 _MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
 _LONGEST_NAME = 16
 _directories: set[str] = set()

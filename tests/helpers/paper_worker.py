@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from paper_device import PaperExecutor
+from paper_device import PaperExecutor, paper_config
 from stepahead.config import ResolvedConfig
+from stepahead.engine_core.messages import (
+    AddRequest,
+    EngineFailed,
+    EngineMessage,
+    EngineRequest,
+    FinishedRequest,
+    OutputBatch,
+)
 from stepahead.errors import ConfigError
 from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.executor.uniproc import UniProcExecutor
-from stepahead.worker.messages import GrammarMasks, StepOutput, StepPlan, WorkerInfo
+from stepahead.frontend.engine_client import EngineClient
+from stepahead.worker.messages import GrammarMasks, SamplingOptions, StepOutput, StepPlan, WorkerInfo
 
 
 class PaperOutput:
@@ -81,6 +95,13 @@ class BadWorker(PaperWorker):
         raise RuntimeError("this worker cannot start")
 
 
+class HalfBadWorker(PaperWorker):
+    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+        if rank == 1:
+            raise RuntimeError("this worker cannot start")
+        time.sleep(60)
+
+
 class RefusingWorker(PaperWorker):
     def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
         raise ConfigError("model='nowhere': no such folder")
@@ -107,6 +128,10 @@ class BadMultiproc(PaperMultiproc):
     worker = "BadWorker"
 
 
+class HalfBadMultiproc(PaperMultiproc):
+    worker = "HalfBadWorker"
+
+
 class RefusingMultiproc(PaperMultiproc):
     worker = "RefusingWorker"
 
@@ -122,3 +147,45 @@ class SlowMultiproc(PaperMultiproc):
 class PaperUni(UniProcExecutor):
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__(config, worker_class="paper_worker:PaperWorker")
+
+
+class Inbox:
+    """An on_message that keeps what came."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, FinishedRequest] = {}
+        self.failures: list[EngineFailed] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, message: EngineMessage) -> None:
+        with self._changed:
+            if isinstance(message, EngineFailed):
+                self.failures.append(message)
+            elif isinstance(message, OutputBatch):
+                tokens = iter(message.tokens.tolist())
+                for request_id, count in zip(message.request_ids.tolist(), message.counts.tolist(), strict=True):
+                    self.tokens[request_id] += itertools.islice(tokens, count)
+                self.finished.update((finished.request_id, finished) for finished in message.finished)
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[Inbox], Any]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), timeout=15)
+
+    def failure(self) -> EngineFailed:
+        self.wait_for(lambda inbox: inbox.failures)
+        return self.failures[0]
+
+
+def client_for(executor: str = "PaperMultiproc", step_ms: float = 0.0, **settings: Any) -> tuple[EngineClient, Inbox]:
+    config = paper_config(executor=f"paper_worker:{executor}", **settings)
+    model = msgspec.structs.replace(config.model, step_ms=step_ms)
+    inbox = Inbox()
+    return EngineClient(msgspec.structs.replace(config, model=model), inbox), inbox
+
+
+def request(request_id: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 8) -> AddRequest:
+    options = SamplingOptions(seed=0, temperature=0.0)
+    prompt_ids = np.array(prompt, np.int32)
+    return AddRequest(EngineRequest(request_id=request_id, prompt=prompt_ids, options=options, max_tokens=max_tokens))

@@ -116,7 +116,8 @@ def compile_launch(launch: Launch, capability: int) -> int:
         free = not param.is_constexpr and not param.do_not_specialize
         if isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
-            attributes[place] = [["tt.divisibility", 16]]
+            if free:
+                attributes[place] = [["tt.divisibility", 16]]
         elif param.is_constexpr or (free and value == 1):
             signature[param.name], constants[place] = "constexpr", value
         else:
