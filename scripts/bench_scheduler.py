@@ -136,7 +136,7 @@ def frontend_us_per_token(running: int, steps: int) -> float:
     return round(took / steps / running * 1e6, 2)
 
 
-def _byte_level_tokenizer():  # noqa: ANN202 (a transformers class, imported here only)
+def _byte_level_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
