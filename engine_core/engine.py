@@ -57,7 +57,9 @@ class EngineCore:
         self._unsampled: ScheduledStep | None = None
         self._refused: list[FinishedRequest] = []
         self._device_clock = DeviceClock(self.stats)
-        logger.info("async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
+        unasked = not config.async_scheduling and config.settings.async_scheduling is None
+        level = logging.WARNING if unasked else logging.INFO
+        logger.log(level, "async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
 
     # ---- the loop -------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 import numpy as np
 
