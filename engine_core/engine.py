@@ -191,6 +191,9 @@ def _limits(config: ResolvedConfig, infos: Sequence[WorkerInfo]) -> SchedulerLim
     num_blocks = min(info.kv_blocks for info in infos)
     pool_tokens = num_blocks * settings.block_size
     max_model_len = min(config.max_model_len, pool_tokens)
+    limited_by = "the setting" if config.max_model_len_asked else "the model"
+    if max_model_len < config.max_model_len:
+        limited_by = f"the KV pool of {pool_tokens} tokens"
     if config.max_model_len_asked and max_model_len < config.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} does not fit the KV pool of {pool_tokens} tokens "
@@ -204,6 +207,7 @@ def _limits(config: ResolvedConfig, infos: Sequence[WorkerInfo]) -> SchedulerLim
         max_seqs=settings.max_num_seqs,
         max_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
+        max_model_len_from=limited_by,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         prefix_caching=settings.enable_prefix_caching,
@@ -219,6 +223,7 @@ def _info(config: ResolvedConfig, infos: Sequence[WorkerInfo], limits: Scheduler
         num_kv_blocks=limits.num_blocks,
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
+        max_model_len_from=limits.max_model_len_from,
         async_scheduling=config.async_scheduling,
         async_reason=config.async_reason,
     )

@@ -50,7 +50,10 @@ ClientMessage = AddRequest | AbortRequests | UtilityCall | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=1, array_like=True, kw_only=True):
-    """The handshake: the engine is ready, and what it resolved."""
+    """The handshake: the engine is ready, and what it resolved.
+
+    max_model_len_from: what limits it, for messages: "the setting", "the model" or "the KV pool of N tokens".
+    """
 
     pid: int
     worker_pids: list[int]
@@ -58,6 +61,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=1, array_like=True, kw_only=Tr
     num_kv_blocks: int
     block_size: int
     max_model_len: int
+    max_model_len_from: str
     async_scheduling: bool
     async_reason: str
 

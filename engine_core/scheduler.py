@@ -28,11 +28,13 @@ _QUIET_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_seqs: slots. max_batched_tokens: tokens a step. num_blocks, block_size: the KV pool."""
+    """max_seqs: slots. max_batched_tokens: tokens a step. max_model_len_from: what limits it, for messages.
+    num_blocks, block_size: the KV pool."""
 
     max_seqs: int
     max_batched_tokens: int
     max_model_len: int
+    max_model_len_from: str
     num_blocks: int
     block_size: int
     prefix_caching: bool = True
@@ -357,8 +359,8 @@ class Scheduler:
             return "the prompt is empty"
         if len(message.prompt) >= self.limits.max_model_len:
             return (
-                f"the prompt has {len(message.prompt)} tokens; with max_model_len={self.limits.max_model_len} "
-                f"(KV pool: {self.limits.num_blocks * self.limits.block_size} tokens) there is no room to answer"
+                f"the prompt has {len(message.prompt)} tokens: with one token to generate it exceeds "
+                f"max_model_len={self.limits.max_model_len} (limited by {self.limits.max_model_len_from})"
             )
         if message.max_tokens < 1:
             return f"max_tokens={message.max_tokens}: must be at least 1"
@@ -366,10 +368,17 @@ class Scheduler:
 
 
 def _within(budget: int, pending: np.ndarray) -> np.ndarray:
-    """As much of `pending` as the budget allows, in order."""
+    """As much of `pending` as the budget allows: rows with one token to compute first, so that a long prefill
+    does not hold up the others' decodes, then the rest in order."""
     if int(pending.sum()) <= budget:
         return pending
-    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending).astype(np.int32)
+    singles = _in_order(budget, np.where(pending == 1, 1, 0))
+    chunks = _in_order(budget - int(singles.sum()), np.where(pending == 1, 0, pending))
+    return (singles + chunks).astype(np.int32)
+
+
+def _in_order(budget: int, pending: np.ndarray) -> np.ndarray:
+    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
 
 
 def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:

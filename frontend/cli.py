@@ -19,7 +19,7 @@ import msgspec
 
 from .. import __version__
 from ..config import DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, POLICIES, EngineConfig
-from ..errors import StepaheadError
+from ..errors import EngineDeadError, StepaheadError
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +28,7 @@ from .tokenizer import render_chat
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
 
+_ENGINE_FAILED = 1
 _USER_ERROR = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -49,7 +50,8 @@ _SIMPLE_TYPES: dict[str, type] = {"float": float, "int": int, "int | None": int,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a closed pipe, SIGTERM."""
+    """The exit status: 0, 1 when the engine failed, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a
+    closed pipe, SIGTERM."""
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except StepaheadError as error:
         print(f"stepahead: error: {error}", file=sys.stderr)
-        return _USER_ERROR
+        return _ENGINE_FAILED if isinstance(error, EngineDeadError) else _USER_ERROR
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:

@@ -49,7 +49,7 @@ class Codec(Generic[T]):
         self._frame = memoryview(frames[1]) if len(frames) == 2 else memoryview(b"")
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CodecError(f"not a valid message: {error}") from error
         finally:
             self._frame = None

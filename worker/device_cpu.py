@@ -12,6 +12,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from ..errors import StepaheadError
 from .device import Device, Event
 
 _SWITCH_INTERVAL = 1e-4
@@ -99,9 +100,11 @@ class CpuDevice(Device):
     def _run(self) -> None:
         failure: _Failure | None = None
         while (item := self._queue.get()) is not None:
+            if self._closing and failure is None:
+                failure = _Failure(StepaheadError("the device was closed before this was run"), None)
             if isinstance(item, CpuEvent):
                 item.set(failure)
-            elif failure is None and not self._closing:
+            elif failure is None:
                 try:
                     item()
                 except BaseException as error:

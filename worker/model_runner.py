@@ -112,7 +112,7 @@ class ModelRunner:
         if plan.num_drafts.any():
             raise StepaheadError(f"step {plan.step_id} has draft tokens: this version verifies none")
         entry = self._ring.acquire(plan.step_id)
-        layout = self._lay_out(plan, entry.inputs)
+        layout = self._lay_out(plan, entry)
         start = self._device.record()
         self._started = StartedStep(plan, layout, entry, start, DeviceStep())
         self._device.launch(partial(self._forward, layout, self._started.device_step))
@@ -133,9 +133,10 @@ class ModelRunner:
         copied = self._device.copy_to_host(lambda: results, [entry.outputs.tensor(f) for f in fields])
         return AsyncOutput(entry, output, started.start, end, copied)
 
-    def _lay_out(self, plan: StepPlan, buffer: HostBuffer) -> StepLayout:
+    def _lay_out(self, plan: StepPlan, entry: RingEntry) -> StepLayout:
         """Main thread. New requests first: what they ask is part of this step."""
-        requests = self._stage_requests(plan.new_requests) if plan.new_requests else None
+        buffer = entry.inputs
+        requests = self._stage_requests(plan.new_requests, entry.requests) if plan.new_requests else None
         query_start = np.zeros(len(plan.slots) + 1, np.int32)
         np.cumsum(plan.num_query, out=query_start[1:])
         return StepLayout(
@@ -153,10 +154,9 @@ class ModelRunner:
             upload=buffer.uploader(),
         )
 
-    def _stage_requests(self, requests: Sequence[NewRequest]) -> StagedRequests:
-        """Into a buffer of their own: they are as long as their prompts, and rare."""
+    def _stage_requests(self, requests: Sequence[NewRequest], buffer: HostBuffer) -> StagedRequests:
+        """Into a buffer of their own: they are as long as their prompts."""
         self._prompts.admit(requests)
-        buffer = HostBuffer(self._device, sum(4 * (len(r.token_ids) + len(r.blocks)) + 256 for r in requests) + 512)
         batch = self._batch.stage_admissions(requests, buffer)
         options = self._options.stage(requests, buffer)
         return StagedRequests(batch, options, buffer.uploader())
