@@ -169,7 +169,7 @@ class EngineCore:
         if method == "stats":
             return self.get_stats()
         if method == "reset_prefix_cache":
-            return self.scheduler.pool.forget_all()
+            return self.scheduler.reset_prefix_cache()
         if method == "collective_rpc":
             return self.executor.collective_rpc(*args)
         raise ValueError(f"the engine has no method {method!r}")

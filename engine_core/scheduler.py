@@ -116,12 +116,15 @@ class Scheduler:
         del self._by_id[request.request_id]
 
     def _requeue(self, request: Request) -> None:
-        """A preempted request of which nothing is in flight any more gives up its slot and may come back."""
+        """A preempted request that awaits no more tokens gives up its slot and may come back."""
         self._num_draining -= 1
         request.tokens = self.table.known_tokens(request.slot).copy()
         self.table.free(request.slot)
         request.state = State.WAITING
         self.waiting.push(request, self._priority(request))
+
+    def reset_prefix_cache(self) -> None:
+        self.pool.forget_all()
 
     # ---- planning -------------------------------------------------------------------------------
 

@@ -69,6 +69,21 @@ class LLM:
         self._check_alive()
         return self._engine.client.call("stats")
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep what they hold."""
+        self._check_alive()
+        self._engine.client.call("reset_prefix_cache")
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Calls a method of every worker by name, or method(worker, *args); plain results, by rank.
+
+        timeout: seconds. Raises: StepaheadError with the worker's own traceback, TimeoutError.
+        """
+        self._check_alive()
+        return self._engine.client.call("collective_rpc", method, list(args), timeout=timeout)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
