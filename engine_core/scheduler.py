@@ -288,6 +288,7 @@ class Scheduler:
             finished,
             _take_rows(output.logprobs, rows),
             prompt_logprobs,
+            step.plan.step_id,
         )
 
     def _finish_sampled(self, slot: int, stop_token: int | None) -> FinishedRequest:

@@ -7,6 +7,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from .engine_client import EngineClient
 from .engine_setup import Engine, start_engine
 from .output_processor import OutputProcessor, RequestState
 from .outputs import RequestOutput
+from .profile import write_trace
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import RequestOutputKind, SamplingParams
 
@@ -59,6 +61,17 @@ class AsyncLLM:
     async def stats(self) -> dict[str, Any]:
         """The engine's counters."""
         return await asyncio.to_thread(self._engine.client.call, "stats")
+
+    async def start_profile(self) -> None:
+        """Records what every process and the device do, until stop_profile()."""
+        await asyncio.to_thread(self._engine.start_profile)
+
+    async def stop_profile(self, path: str | Path = "trace.json") -> Path:
+        """Ends the recording and writes it for ui.perfetto.dev. path: a file, or a folder, which gets a trace.json.
+
+        Returns: the file.
+        """
+        return await asyncio.to_thread(lambda: write_trace(path, [self._engine.stop_profile()]))
 
     async def generate(
         self,

@@ -17,6 +17,7 @@ from .detokenizer import DetokenizerFactory
 from .engine_client import EngineClient
 from .hub import resolve_folder
 from .output_processor import OutputProcessor
+from .profile import Profile, parse_processes
 from .request_processing import RequestProcessor
 from .tokenizer import check_tokenizer_files, load_tokenizer
 
@@ -30,6 +31,15 @@ class Engine:
     tokenizer: Any | None
     requests: RequestProcessor
     outputs: OutputProcessor
+
+    def start_profile(self) -> None:
+        self.client.call("start_profile")
+        self.outputs.trace.start()
+
+    def stop_profile(self) -> Profile:
+        front_end = self.outputs.trace.stop()
+        processes = [front_end, *parse_processes(self.client.call("stop_profile"))]
+        return Profile("async" if self.client.info.async_scheduling else "sync", processes)
 
 
 def start_engine(model: str, settings: dict[str, Any], on_message: Callable[[EngineMessage], None]) -> Engine:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..errors import EngineDeadError, InvalidRequestError
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
 from .outputs import RequestOutput
+from .profile import write_trace
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
 from .tokenizer import Message, render_chat
@@ -68,6 +70,19 @@ class LLM:
         """The engine's counters."""
         self._check_alive()
         return self._engine.client.call("stats")
+
+    def start_profile(self) -> None:
+        """Records what every process and the device do, until stop_profile()."""
+        self._check_alive()
+        self._engine.start_profile()
+
+    def stop_profile(self, path: str | Path = "trace.json") -> Path:
+        """Ends the recording and writes it for ui.perfetto.dev. path: a file, or a folder, which gets a trace.json.
+
+        Returns: the file.
+        """
+        self._check_alive()
+        return write_trace(path, [self._engine.stop_profile()])
 
     def generate(
         self,
