@@ -17,7 +17,7 @@ from .engine_client import EngineClient
 from .engine_setup import Engine, start_engine
 from .output_processor import OutputProcessor, RequestState
 from .outputs import RequestOutput
-from .profile import write_trace
+from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import RequestOutputKind, SamplingParams
 
@@ -66,12 +66,13 @@ class AsyncLLM:
         """Records what every process and the device do, until stop_profile()."""
         await asyncio.to_thread(self._engine.start_profile)
 
-    async def stop_profile(self, path: str | Path = "trace.json") -> Path:
-        """Ends the recording and writes it for ui.perfetto.dev. path: a file, or a folder, which gets a trace.json.
+    async def stop_profile(self, path: str | Path | None = "trace.json") -> Profile:
+        """Ends the recording. path: where to write it for ui.perfetto.dev, a file, or a folder, which gets a
+        trace.json; None writes nothing.
 
-        Returns: the file.
+        Returns: the recording.
         """
-        return await asyncio.to_thread(lambda: write_trace(path, [self._engine.stop_profile()]))
+        return await asyncio.to_thread(self._engine.stop_profile, path)
 
     async def generate(
         self,

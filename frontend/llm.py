@@ -16,7 +16,7 @@ from ..errors import EngineDeadError, InvalidRequestError
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
 from .outputs import RequestOutput
-from .profile import write_trace
+from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
 from .tokenizer import Message, render_chat
@@ -76,13 +76,14 @@ class LLM:
         self._check_alive()
         self._engine.start_profile()
 
-    def stop_profile(self, path: str | Path = "trace.json") -> Path:
-        """Ends the recording and writes it for ui.perfetto.dev. path: a file, or a folder, which gets a trace.json.
+    def stop_profile(self, path: str | Path | None = "trace.json") -> Profile:
+        """Ends the recording. path: where to write it for ui.perfetto.dev, a file, or a folder, which gets a
+        trace.json; None writes nothing.
 
-        Returns: the file.
+        Returns: the recording.
         """
         self._check_alive()
-        return write_trace(path, [self._engine.stop_profile()])
+        return self._engine.stop_profile(path)
 
     def generate(
         self,

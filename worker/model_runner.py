@@ -81,7 +81,7 @@ class StartedStep:
 
 
 class ModelRunner:
-    """Calls come from one thread, alternating: execute, sample, execute, sample, ... lane: the device's in the trace."""
+    """Calls come from one thread, alternating: execute, sample, execute, ... lane: the trace's, for the device."""
 
     @torch.inference_mode()
     def __init__(
