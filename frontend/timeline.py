@@ -145,7 +145,7 @@ class _Panel:
         if span.name == "wait":
             self._axes.plot([start, end], [row, row], color=colour, linewidth=2.5, alpha=0.5, solid_capstyle="butt")
             return
-        size = 12.0 if lane == DEVICE else 9.0
+        size = 12.0 if lane == DEVICE else 8.5
         number = str(span.step_id)
         text = self._fitting(end - start, size, f"{span.name} {number}", f"{span.name}\n{number}", number)
         edge = "white" if text else colour  # a white edge would hide a narrow bar

@@ -56,7 +56,7 @@ def windows_of(profiles: Sequence[Profile], num_requests: int) -> list[Window]:
             )
     period = max(_median(b.start_ns - a.start_ns for a, b in pairwise(steps)) for steps in steady)
     gap = max(_median(b.start_ns - a.end_ns for a, b in pairwise(steps)) for steps in steady)
-    zoom = min(period // 2, 5 * gap // 2)
+    zoom = min(period // 2, 2 * gap)
     return [_typical(profile, steps, PERIODS * period, zoom) for profile, steps in zip(profiles, steady, strict=True)]
 
 
