@@ -60,7 +60,9 @@ class EngineCore:
         self._device_clock = DeviceClock(self.stats)
         self._trace = Recorder(ENGINE_CORE)
         self._lane = self._trace.lane(ENGINE_CORE)
-        logger.info("async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
+        unasked = not config.async_scheduling and config.settings.async_scheduling is None
+        level = logging.WARNING if unasked else logging.INFO
+        logger.log(level, "async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
 
     # ---- the loop -------------------------------------------------------------------------------
 

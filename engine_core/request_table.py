@@ -20,7 +20,6 @@ class RequestTable:
     which the request ends); num_blocks (held); num_remembered (blocks with a key): int32.
     token_ids int32 [slots, max_model_len]; block_table int32 [slots, max_blocks];
     stop_ids int32 [slots, width], padded with -1. running: bool, False for free and draining slots.
-    owes_prompt_logprobs: bool, asked for and not yet sent.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -38,7 +37,6 @@ class RequestTable:
         self.num_blocks = np.zeros(num_slots, int32)
         self.num_remembered = np.zeros(num_slots, int32)
         self.running = np.zeros(num_slots, bool)
-        self.owes_prompt_logprobs = np.zeros(num_slots, bool)
         # np.zeros maps pages on first use: a table made for long contexts costs what is really written.
         self.token_ids = np.zeros((num_slots, max_model_len), int32)
         self.block_table = np.zeros((num_slots, -(-max_model_len // block_size)), int32)

@@ -28,11 +28,18 @@ from importlib import import_module
 from .sockets import SocketDirectory, remove_all_directories
 
 # marshal and sys are built in: nothing in the current directory can stand in for them before sys.path is ours.
-_BOOTSTRAP = (
-    "import marshal, sys; sys.path[:] = marshal.load(sys.stdin.buffer); "
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    f"from {__name__} import child_main; child_main()"
-)
+_BOOTSTRAP = f"""\
+import marshal, sys
+try:
+    sys.path[:] = marshal.load(sys.stdin.buffer)
+except EOFError:
+    sys.exit(1)  # the parent was interrupted before it said anything
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+from {__name__} import child_main
+child_main()
+"""
 
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -47,7 +54,11 @@ class ChildProcess:
 
     def __init__(self, main: str, label: str, message: bytes, directory: SocketDirectory) -> None:
         command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # the child inherits the mask, so that Ctrl-C cannot hit it before it has said that it ignores it
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         try:
             self.sentinel = _exit_descriptor(self._process)
