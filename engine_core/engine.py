@@ -20,6 +20,7 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError
 from ..executor.base import Executor, Future
 from ..worker.messages import GrammarMasks, StepOutput, WorkerInfo
+from ..worker.trace import ENGINE_CORE, Recorder
 from .grammar import Grammar
 from .messages import EngineInfo, EngineRequest, FinishedRequest, OutputBatch
 from .scheduler import ScheduledStep, Scheduler, SchedulerLimits
@@ -57,6 +58,8 @@ class EngineCore:
         self._unsampled: ScheduledStep | None = None
         self._refused: list[FinishedRequest] = []
         self._device_clock = DeviceClock(self.stats)
+        self._trace = Recorder(ENGINE_CORE)
+        self._lane = self._trace.lane(ENGINE_CORE)
         unasked = not config.async_scheduling and config.settings.async_scheduling is None
         level = logging.WARNING if unasked else logging.INFO
         logger.log(level, "async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
@@ -66,22 +69,29 @@ class EngineCore:
     def step(self) -> OutputBatch | None:
         """One turn: starts a step if the queue has room, else finishes the oldest. Returns what there is
         to tell the clients."""
+        lane = self._lane
         if len(self._queue) < self._max_in_flight and not self._unsampled:
+            lane.begin()
             step = self.scheduler.schedule()
             if step is not None:
+                lane.end("schedule", step.plan.step_id)
                 self._start(step)
+                lane.end("launch", step.plan.step_id)
                 if len(self._queue) < self._max_in_flight and not self._unsampled:
                     return self._take_refused()
         if not self._queue:
             return self._take_refused()
         oldest = self._queue.popleft()
+        lane.begin()
         output = oldest.output.result()
+        lane.end("wait", output.step_id)
         self._apply_early_aborts()
         batch = self.scheduler.update(oldest.step, output)
-        self._device_clock.step_done(output.device_start_ns, output.device_end_ns)
+        self._device_clock.step_done(output.device_start_ns, output.device_end_ns, output.device_idle_ns)
         self._tell_grammar(batch)
         if self._unsampled and not self._awaits_tokens(self._unsampled):
             self._sample(self._unsampled)
+        lane.end("update", output.step_id)
         if not self._queue and not self.scheduler.num_unfinished:
             self._device_clock.idle()
         return self._take_refused(batch)
@@ -172,6 +182,12 @@ class EngineCore:
             return self.scheduler.reset_prefix_cache()
         if method == "collective_rpc":
             return self.executor.collective_rpc(*args)
+        if method == "start_profile":
+            self.executor.collective_rpc("start_profile")
+            self._trace.start()
+            return None
+        if method == "stop_profile":
+            return [msgspec.to_builtins(self._trace.stop()), *self.executor.collective_rpc("stop_profile")]
         raise ValueError(f"the engine has no method {method!r}")
 
     def get_stats(self) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
     request_ids: int64 [n]. counts: int32 [n], tokens each got. tokens: int32 [sum(counts)], flat.
     logprobs: rows as `tokens`, only when some request asked; each request reads its own first columns.
+    step_id: 0 when it comes from no step.
     """
 
     request_ids: np.ndarray
@@ -105,6 +106,7 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=3, array_like=True):
     finished: list[FinishedRequest] = []
     logprobs: Logprobs | None = None
     prompt_logprobs: list[RequestPromptLogprobs] = []
+    step_id: int = 0
 
 
 class UtilityReply(msgspec.Struct, frozen=True, tag=4, array_like=True):

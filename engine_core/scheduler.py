@@ -310,7 +310,7 @@ class Scheduler:
         if self._num_draining:
             self._requeue_drained(slots[~ended])
         counts = self._ones[: len(slots)]
-        return OutputBatch(request_ids, counts, tokens, finished, logprobs, prompt_logprobs)
+        return OutputBatch(request_ids, counts, tokens, finished, logprobs, prompt_logprobs, step.plan.step_id)
 
     def _finish_sampled(self, slot: int, stop_token: int | None) -> FinishedRequest:
         request = self.table.requests[slot]

@@ -48,9 +48,10 @@ class DeviceClock:
         self._stats = stats
         self._last_end: int | None = None
 
-    def step_done(self, start_ns: int, end_ns: int) -> None:
+    def step_done(self, start_ns: int, end_ns: int, idle_ns: int) -> None:
+        """idle_ns: of the time between start and end."""
         since = start_ns if self._last_end is None else self._last_end
-        self._stats.device_busy_ns += end_ns - start_ns
+        self._stats.device_busy_ns += end_ns - start_ns - idle_ns
         self._stats.device_span_ns += max(end_ns - since, end_ns - start_ns)
         self._last_end = end_ns
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..errors import EngineDeadError, InvalidRequestError
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
 from .outputs import RequestOutput
+from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
 from .tokenizer import Message, render_chat
@@ -83,6 +85,20 @@ class LLM:
         """
         self._check_alive()
         return self._engine.client.call("collective_rpc", method, list(args), timeout=timeout)
+
+    def start_profile(self) -> None:
+        """Records what every process and the device do, until stop_profile()."""
+        self._check_alive()
+        self._engine.start_profile()
+
+    def stop_profile(self, path: str | Path | None = "trace.json") -> Profile:
+        """Ends the recording. path: where to write it for ui.perfetto.dev, a file, or a folder, which gets a
+        trace.json; None writes nothing.
+
+        Returns: the recording.
+        """
+        self._check_alive()
+        return self._engine.stop_profile(path)
 
     def generate(
         self,
