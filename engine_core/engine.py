@@ -24,6 +24,7 @@ from .grammar import Grammar
 from .messages import EngineInfo, EngineRequest, FinishedRequest, OutputBatch
 from .scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from .stats import DeviceClock, EngineStats
+from .stats_log import StatsLog
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class EngineCore:
         self._unsampled: ScheduledStep | None = None
         self._refused: list[FinishedRequest] = []
         self._device_clock = DeviceClock(self.stats)
+        self._stats_log = StatsLog(self.get_stats)
+        executor.on_wait = self._stats_log.turn
         logger.info("async scheduling: %s (%s)", "on" if config.async_scheduling else "off", config.async_reason)
 
     # ---- the loop -------------------------------------------------------------------------------
@@ -64,6 +67,7 @@ class EngineCore:
     def step(self) -> OutputBatch | None:
         """One turn: starts a step if the queue has room, else finishes the oldest. Returns what there is
         to tell the clients."""
+        self._stats_log.turn()
         if len(self._queue) < self._max_in_flight and not self._unsampled:
             step = self.scheduler.schedule()
             if step is not None:
@@ -80,8 +84,6 @@ class EngineCore:
         self._tell_grammar(batch)
         if self._unsampled and not self._awaits_tokens(self._unsampled):
             self._sample(self._unsampled)
-        if not self._queue and not self.scheduler.num_unfinished:
-            self._device_clock.idle()
         return self._take_refused(batch)
 
     def _start(self, step: ScheduledStep) -> None:
@@ -146,6 +148,11 @@ class EngineCore:
         """False only when nothing is unfinished, in flight, or waiting to be told."""
         return bool(self.scheduler.num_unfinished or self._queue or self._unsampled or self._refused)
 
+    def idle(self) -> None:
+        """There is no work: the time until there is some does not count."""
+        self._device_clock.idle()
+        self._stats_log.idle()
+
     def _apply_early_aborts(self) -> None:
         """Aborts that came while the step ran: its outputs for them are not wanted any more."""
         while self.early_aborts:
@@ -165,6 +172,7 @@ class EngineCore:
     def utility(self, method: str, args: Sequence[Any]) -> Any:
         """What a client may ask by name. Raises: ValueError for an unknown name."""
         if method == "stats":
+            self._stats_log.refresh_rate()
             return self.get_stats()
         if method == "reset_prefix_cache":
             return self.scheduler.pool.forget_all()
@@ -172,13 +180,14 @@ class EngineCore:
             return self.executor.collective_rpc(*args)
         raise ValueError(f"the engine has no method {method!r}")
 
-    def get_stats(self) -> dict[str, Any]:
+    def get_stats(self) -> EngineStats:
+        """The live statistics, with the state up to date."""
         stats, scheduler = self.stats, self.scheduler
         stats.running = scheduler.table.num_running
         stats.waiting = len(scheduler.waiting)
         stats.free_blocks = scheduler.pool.num_free
         stats.total_blocks = scheduler.pool.num_blocks
-        return {**msgspec.to_builtins(stats), "device_busy": stats.device_busy}
+        return stats
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -120,10 +120,13 @@ def run_busy_loop(
     Raises: whatever the engine, or a callable in the inbox, raises.
     """
     while True:
+        busy = engine.has_work()
+        if not busy:
+            engine.idle()
         try:
-            item = inbox.get(block=not engine.has_work(), timeout=SIGNAL_CHECK_MS / 1000)
+            item = inbox.get(block=not busy, timeout=SIGNAL_CHECK_MS / 1000)
         except queue.Empty:
-            if not engine.has_work():
+            if not busy:
                 continue
             outputs = engine.step()
             if outputs is not None:
