@@ -108,6 +108,12 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=3, array_like=True):
     prompt_logprobs: list[RequestPromptLogprobs] = []
     step_id: int = 0
 
+    @classmethod
+    def of_finished(cls, finished: list[FinishedRequest]) -> OutputBatch:
+        """No tokens, only ends."""
+        none = np.empty(0, np.int32)
+        return cls(np.empty(0, np.int64), none, none, finished)
+
 
 class UtilityReply(msgspec.Struct, frozen=True, tag=4, array_like=True):
     call_id: int

@@ -79,13 +79,13 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._by_id)
 
-    def add(self, message: EngineRequest) -> FinishedRequest | None:
-        """Queues a request, or says why it can never run."""
+    def add(self, message: EngineRequest, structured: bool = False) -> FinishedRequest | None:
+        """Queues a request, or says why it can never run. structured: sampled under a grammar."""
         refusal = self._refusal(message)
         if refusal:
             return FinishedRequest(message.request_id, "error", message=refusal)
         prompt = np.ascontiguousarray(message.prompt, np.int32)
-        request = Request(message, self._arrivals, prompt)
+        request = Request(message, self._arrivals, prompt, structured)
         self._arrivals += 1
         self._by_id[request.request_id] = request
         self._num_owing_logprobs += request.owes_prompt_logprobs

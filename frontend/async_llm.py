@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError, StepaheadError
 from .engine_client import EngineClient
 from .engine_setup import Engine, start_engine
@@ -58,9 +59,9 @@ class AsyncLLM:
             raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
         return self._engine.tokenizer
 
-    async def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
-        return await asyncio.to_thread(self._engine.client.call, "stats")
+    async def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and its state now."""
+        return await asyncio.to_thread(self._engine.client.stats)
 
     async def start_profile(self) -> None:
         """Records what every process and the device do, until stop_profile()."""

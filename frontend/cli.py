@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .. import __version__
-from ..config import DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, POLICIES, EngineConfig
+from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, POLICIES, EngineConfig
 from ..errors import EngineDeadError, StepaheadError
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
@@ -117,7 +117,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, left_out: set[str]) -> 
     hints = typing.get_type_hints(EngineConfig)
     for setting in msgspec.structs.fields(EngineConfig):
         if setting.name not in left_out:
-            _add_option(group, setting.name, _plain_type(hints[setting.name]), setting.default)
+            _add_option(group, setting.name, _plain_type(hints[setting.name]), setting.default, HELP[setting.name])
 
 
 def _plain_type(hint: Any) -> type:
@@ -126,10 +126,11 @@ def _plain_type(hint: Any) -> type:
     return plain[0] if plain else hint
 
 
-def _add_option(group: Any, name: str, kind: type, default: Any) -> None:
+def _add_option(group: Any, name: str, kind: type, default: Any, meaning: str = "") -> None:
     """An option that appears in the parsed arguments only when it was given."""
     flag = f"--{name.replace('_', '-')}"
-    text = f"default: {'decided by itself' if default is None else default}"
+    known = f"default: {'decided by itself' if default is None else default}"
+    text = f"{meaning} ({known})" if meaning else known
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         return

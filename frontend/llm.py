@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
@@ -66,10 +67,10 @@ class LLM:
             raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
         return self._engine.tokenizer
 
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
+    def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and its state now."""
         self._check_alive()
-        return self._engine.client.call("stats")
+        return self._engine.client.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests keep what they hold."""

@@ -16,6 +16,7 @@ from .memory import kv_capacity
 from .messages import GrammarMasks, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
 from .parallel import ParallelGroup
+from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
 
 
@@ -48,7 +49,7 @@ class Worker:
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocates the KV pool and the per-request state. num_blocks: at most info().kv_blocks. max_model_len:
         in tokens. Waits; called once, before the first step."""
-        self._runner = ModelRunner(
+        self._runner = make_runner(
             self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
         )
 

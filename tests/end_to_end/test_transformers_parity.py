@@ -68,8 +68,8 @@ def test_greedy_tokens_equal_transformers(tiny: tuple[Path, list[list[int]]], se
         stats = llm.stats()
     assert [token_ids(output) for output in first] == expected
     assert [token_ids(output) for output in again] == expected
-    assert stats["prefix_hit_tokens"] > 0
-    assert serving != "crowded" or stats["preemptions"] > 0
+    assert stats.prefix_hit_rate > 0
+    assert serving != "crowded" or stats.preemptions > 0
 
 
 def test_logprobs_equal_transformers(tmp_path: Path) -> None:

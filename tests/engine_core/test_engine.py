@@ -8,6 +8,7 @@ import pytest
 from conversation import Story, play
 from paper_device import VOCAB, Done, PaperExecutor, generate_alone, next_token, paper_config
 from stepahead.engine_core.engine import EngineCore
+from stepahead.engine_core.messages import EngineRequest
 from stepahead.errors import ConfigError
 from stepahead.worker.messages import StepOutput
 
@@ -207,8 +208,8 @@ class EvenAfterOdd:
         self.structured = structured
         self.last: dict[int, int] = {}
 
-    def constrains(self, request_id: int) -> bool:
-        return request_id in self.structured
+    def constrains(self, request: EngineRequest) -> bool:
+        return request.request_id in self.structured
 
     def masks(self, request_ids: np.ndarray) -> np.ndarray:
         words = -(-VOCAB // 32)
