@@ -74,12 +74,13 @@ def test_a_recorder_starts_and_stops_all_its_lanes() -> None:
 
 
 class LateSampling(CpuDevice):
-    """Its main thread takes `late` seconds between launching a forward and launching the sampling."""
+    """Nothing more is launched until `late` seconds after the forward has ended."""
 
-    late = 0.0
+    late = 0.02
 
     def launch_timed(self, work):  # type: ignore[no-untyped-def]
         timed = super().launch_timed(work)
+        self.record().wait(10)
         time.sleep(self.late)
         return timed
 
@@ -108,8 +109,6 @@ def test_the_device_lane_has_forward_and_sample_of_each_step_with_its_size() -> 
 
 
 def test_a_device_that_waits_for_its_sampling_to_be_launched_is_idle() -> None:
-    device = LateSampling()
-    device.late = 0.03
-    driver = run_steps(device, Lane(DEVICE))
+    driver = run_steps(LateSampling(), Lane(DEVICE))
     for output in driver.outputs:
-        assert 20_000_000 < output.device_idle_ns < output.device_end_ns - output.device_start_ns
+        assert LateSampling.late * 1e9 <= output.device_idle_ns < output.device_end_ns - output.device_start_ns
