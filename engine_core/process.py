@@ -32,6 +32,7 @@ from .messages import (
     ClientMessage,
     EngineFailed,
     EngineMessage,
+    OutputBatch,
     StartFailure,
     Stop,
     UtilityCall,
@@ -133,7 +134,9 @@ def run_busy_loop(
                 send(outputs)
             continue
         if isinstance(item, AddRequest):
-            engine.add_request(item.request)
+            refusal = engine.add_request(item.request)
+            if refusal is not None:
+                send(OutputBatch.of_finished([refusal]))
         elif isinstance(item, AbortRequests):
             engine.abort_requests(item.request_ids)
         elif isinstance(item, UtilityCall):

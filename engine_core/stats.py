@@ -102,14 +102,15 @@ class DeviceClock:
         self._stats = stats
         self._last_end: int | None = None
 
-    def step_done(self, start_ns: int, end_ns: int) -> None:
-        stats, busy = self._stats, end_ns - start_ns
+    def step_done(self, start_ns: int, end_ns: int, idle_ns: int) -> None:
+        """idle_ns: of the time between start and end."""
+        stats, took = self._stats, end_ns - start_ns
         gap = 0 if self._last_end is None else max(0, start_ns - self._last_end)
-        stats.device_busy_ns += busy
-        stats.device_span_ns += busy + gap
-        stats.step_time.add(busy / 1000)
+        stats.device_busy_ns += took - idle_ns
+        stats.device_span_ns += took + gap
+        stats.step_time.add((took - idle_ns) / 1000)
         if self._last_end is not None:
-            stats.device_gap.add(gap / 1000)
+            stats.device_gap.add((gap + idle_ns) / 1000)
         self._last_end = end_ns
 
     def idle(self) -> None:

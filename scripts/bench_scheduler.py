@@ -62,6 +62,7 @@ def measure(running: int, steps: int, churn: bool) -> tuple[float, float]:
             max_seqs=max(running, 1),
             max_batched_tokens=running * PROMPT_LEN,
             max_model_len=MAX_MODEL_LEN,
+            max_model_len_from="the setting",
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
         ),

@@ -32,8 +32,10 @@ _BOOTSTRAP = f"""\
 import marshal, sys
 try:
     sys.path[:] = marshal.load(sys.stdin.buffer)
-except EOFError:
-    sys.exit(1)  # the parent was interrupted before it said anything
+except EOFError:  # the parent is gone before it said anything; what it made for the two of us goes too
+    import shutil
+    shutil.rmtree(sys.argv[-1], ignore_errors=True)
+    sys.exit(1)
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -133,6 +135,7 @@ def wait_readable(descriptors: Sequence[int], timeout: float | None) -> list[int
 def child_main() -> None:
     """Runs in the child: `python -c bootstrap label main parent_pid directory`."""
     faulthandler.enable()
+    threading.excepthook = _end_process
     _, _, main, parent_pid, directory = sys.argv
     SocketDirectory(directory)
     size = sys.stdin.buffer.read(8)
@@ -143,6 +146,13 @@ def child_main() -> None:
     _watch_parent(int(parent_pid))
     module, _, function = main.partition(":")
     sys.exit(getattr(import_module(module), function)(message))
+
+
+def _end_process(args: threading.ExceptHookArgs) -> None:
+    """A thread that died of an exception would look like a hang; the parent sees an exit at once."""
+    sys.__excepthook__(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _watch_parent(parent_pid: int) -> None:

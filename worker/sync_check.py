@@ -28,6 +28,7 @@ from .device import Device
 from .messages import GrammarMasks, StepPlan
 from .model_runner import ModelRunner
 from .models.base import Model
+from .trace import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +63,17 @@ _UPLOADS = frozenset((torch.tensor, torch.as_tensor))
 
 
 def make_runner(
-    config: ResolvedConfig, device: Device, model: Model, num_blocks: int, max_model_len: int
+    config: ResolvedConfig, device: Device, model: Model, num_blocks: int, max_model_len: int, lane: Lane
 ) -> ModelRunner:
     """A ModelRunner, watched if the environment says so. Raises: ConfigError when it says something else."""
     action = os.environ.get(VARIABLE) or "off"
     if action not in _ACTIONS:
         raise ConfigError(f"{VARIABLE}={action!r}: must be one of {', '.join(_ACTIONS)}")
     if action == "off":
-        return ModelRunner(config, device, model, num_blocks, max_model_len)
+        return ModelRunner(config, device, model, num_blocks, max_model_len, lane)
     logger.info("%s=%s: every step is watched, and slower for it", VARIABLE, action)
     check = sync_check(action, device.torch_device)
-    return WatchedRunner(check, config, device, model, num_blocks, max_model_len)
+    return WatchedRunner(check, config, device, model, num_blocks, max_model_len, lane)
 
 
 class WatchedRunner(ModelRunner):

@@ -115,10 +115,10 @@ def test_a_short_run_has_a_recent_rate_too(log: StatsLog, clock: Clock, stats: E
 
 def test_steps_and_the_gaps_between_them_are_counted_by_length(stats: EngineStats) -> None:
     device = DeviceClock(stats)
-    device.step_done(1_000_000, 3_000_000)
-    device.step_done(3_100_000, 5_100_000)
+    device.step_done(1_000_000, 3_000_000, 0)
+    device.step_done(3_100_000, 5_100_000, 0)
     device.idle()
-    device.step_done(99_000_000, 101_000_000)
+    device.step_done(99_000_000, 101_000_000, 0)
     assert stats.step_time.count == 3
     assert stats.step_time.percentile_us(50) == pytest.approx(2000, rel=0.1)
     assert stats.device_gap.count == 1

@@ -213,10 +213,9 @@ def test_an_error_of_one_rank_in_a_call_does_not_wait_for_the_others(start: Star
             raise ArithmeticError("only here")
         time.sleep(1)
 
-    begin = time.monotonic()
     with pytest.raises(WorkerError, match="worker rank 1: ArithmeticError: only here") as info:
         executor.collective_rpc(uneven)
-    assert time.monotonic() - begin < 0.9
+    assert executor._call_values == {}, "it was told before rank 0 had answered"
     assert "in uneven" in info.value.remote_traceback
     assert executor.collective_rpc("add", [1, 1]) == [2, 2], "the late reply belongs to no other call"
     assert step(executor, 0) == generate_alone(PROMPT, 1, (), 512)[0]

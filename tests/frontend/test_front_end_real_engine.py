@@ -104,6 +104,10 @@ async def test_64_streams_with_a_third_cancelled_are_right(model, llm):
             return output.outputs[0].token_ids
 
         results = await asyncio.gather(*(stream(index) for index in range(64)))
+        stats = await engine.stats()
+        while stats["running"] or stats["waiting"]:
+            stats = await engine.stats()
+        assert stats["free_blocks"] == stats["total_blocks"]
         for index, tokens in enumerate(results):
             assert tokens == (None if index % 3 == 0 else expected[index].outputs[0].token_ids)
 

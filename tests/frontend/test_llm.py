@@ -89,7 +89,8 @@ def test_n_sequences_are_n_engine_requests(llm):
 
 def test_an_interruption_aborts_the_requests_and_the_engine_stays_usable(llm):
     def interrupt():
-        time.sleep(0.05)
+        while len(llm.client.added) < 2:
+            time.sleep(0.001)
         signal.raise_signal(signal.SIGINT)
 
     threading.Thread(target=interrupt).start()

@@ -31,6 +31,7 @@ from stepahead.worker.model_config import ModelConfig
 
 INFO = EngineInfo(
     pid=1, worker_pids=[], device="cpu", num_kv_blocks=8, block_size=16, max_model_len=100,
+    max_model_len_from="the model",
     async_scheduling=True, async_reason="default; executor 'fake' supports it",
 )  # fmt: skip
 

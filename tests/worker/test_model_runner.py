@@ -272,12 +272,11 @@ def test_device_times_cover_the_forward_and_do_not_overlap() -> None:
 
 
 def test_the_main_thread_is_free_while_the_device_runs() -> None:
-    driver = StepDriver(make_config(step_ms=200))
+    driver = StepDriver(make_config(step_ms=1000))
     admit_all(driver)
     driver.start()
-    began = time.monotonic()
     driver.start()
-    assert time.monotonic() - began < 0.1
+    assert not driver.in_flight[0][0].done(), "the first step has not ended, yet the second is launched"
     driver.drain()
     driver.close()
 
