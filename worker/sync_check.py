@@ -8,6 +8,8 @@ numpy is not looked at. Start-up and the output-copy thread, which is there to w
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import logging
 import os
 import traceback
@@ -44,6 +46,17 @@ _WAITING_OPERATIONS = frozenset(
     )
 )  # fmt: skip
 """Their result, or its shape, is known on the host only when the device has computed it."""
+
+_INDEXING = frozenset(("index", "index_put_", "index_put", "_index_put_impl_"))
+_COMPOSITE_KEY = "CompositeImplicitAutograd"
+_HARMLESS = frozenset(
+    (
+        "to", "reshape", "flatten", "unflatten", "linear", "matmul", "contiguous", "chunk", "split", "numpy_T",
+        "resolve_conj", "resolve_neg", "scaled_dot_product_attention", "type_as", "expand_as", "diff", "square",
+        "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__", "floor_divide",
+    )
+)  # fmt: skip
+"""The frequent ones among the operations that are made of others. None of their parts waits."""
 
 _HOST_COPIES = frozenset((torch.Tensor.tolist, torch.Tensor.cpu))
 _UPLOADS = frozenset((torch.tensor, torch.as_tensor))
@@ -164,6 +177,10 @@ class OperationCheck(SyncCheck):
         self.report(what, traceback.extract_stack())
 
 
+class _Kind(enum.Enum):
+    PLAIN, WAITS, INDEXES, REPEATS, COMPOSITE = range(5)
+
+
 class _Operations(TorchDispatchMode):
     """What C++ computes, however Python came to it."""
 
@@ -173,25 +190,41 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if wait := _wait_of(func, args, kwargs):
+        kind = _kind(func)
+        if kind is _Kind.COMPOSITE:
+            # Without autograd these arrive whole: look at what they are made of.
+            with self:
+                return func.decompose(*args, **kwargs)
+        if kind is not _Kind.PLAIN and (wait := _wait_of(kind, func, args, kwargs)):
             self._check.see(wait)
-        # Without autograd some operations arrive whole that are made of others: `item` of `_local_scalar_dense`.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        return func(*args, **kwargs)
 
 
-def _wait_of(func: Any, args: Any, kwargs: Any) -> str | None:
-    """What waits in a call of an operation, for people; None when nothing does."""
+@functools.cache
+def _kind(func: Any) -> _Kind:
     name = func.overloadpacket.__name__
     if name in _WAITING_OPERATIONS:
+        return _Kind.WAITS
+    if name in _INDEXING:
+        return _Kind.INDEXES
+    if name == "repeat_interleave" and func._overloadname == "Tensor":
+        return _Kind.REPEATS
+    if name == "where" and func._overloadname != "default":
+        return _Kind.PLAIN
+    if name not in _HARMLESS and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE_KEY):
+        return _Kind.COMPOSITE
+    return _Kind.PLAIN
+
+
+def _wait_of(kind: _Kind, func: Any, args: Any, kwargs: Any) -> str | None:
+    """What waits in a call of an operation, for people; None when nothing does."""
+    if kind is _Kind.WAITS:
+        name = func.overloadpacket.__name__
         return _NAMES.get(name, name)
-    if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+    if kind is _Kind.INDEXES:
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         return "indexing with a boolean mask" if masks else None
-    if str(func) == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None:
-        return "repeat_interleave without output_size"
-    return None
+    return "repeat_interleave without output_size" if kwargs.get("output_size") is None else None
 
 
 _NAMES = {"_local_scalar_dense": "reading a tensor's value", "_unique2": "unique", "_unique": "unique"}

@@ -17,6 +17,7 @@ from hash_model import write_hash_model
 from step_driver import StepDriver
 from stepahead import LLM, SamplingParams
 from stepahead.errors import ConfigError, EngineDeadError, StepaheadError
+from stepahead.worker.device_cpu import CpuDevice
 from stepahead.worker.model_runner import ModelRunner
 from stepahead.worker.sync_check import VARIABLE, CudaSyncCheck, sync_check
 
@@ -119,8 +120,10 @@ def test_off_leaves_the_runner_as_it_is(value: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_misspelt_action_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "eror")
+    device = CpuDevice()
     with pytest.raises(ConfigError, match=r"STEPAHEAD_SYNC_CHECK='eror': must be one of off, warn, error"):
-        StepDriver()
+        StepDriver(device=device)
+    device.close()
 
 
 @pytest.mark.parametrize("executor", ["Uniproc", "Multiproc"])
