@@ -159,6 +159,10 @@ class Transformer:
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         fill_slots(self._slots(), (item for item in weights if not self._redundant(item[0])))
+        for layer in self.layers:
+            for part in (layer.attention.qkv, layer.attention.o_proj, layer.mlp.gate_up, layer.mlp.down_proj):
+                part.pack()
+        self.lm_head.pack()
 
     @property
     def _num_kv_heads(self) -> int:
