@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import struct
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +43,14 @@ class NumbaKernel:
         entry = self._compiled.get(key)
         if entry is None:
             entry = self._compiled[key] = self._compile(*key)
-        launch = (ctypes.c_int64 * (2 + len(words)))(0, num_tasks, *words)
+        launch = array("q", (0, num_tasks, *words))
+        address, _ = launch.buffer_info()
         threads = min(torch.get_num_threads(), num_tasks) if work >= _WORTH_A_FORK else 1
         fork_join = _fork_join()
         if threads > 1 and fork_join is not None:
-            fork_join(entry, launch, threads, 0)
+            fork_join(entry, address, threads, 0)
         else:
-            entry(ctypes.addressof(launch))
+            entry(address)
 
     def _compile(self, dtype: torch.dtype, constants: tuple[tuple[str, int], ...]) -> Any:
         import numba

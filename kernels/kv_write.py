@@ -81,8 +81,10 @@ def _kv_write_kernel(
 def kv_write_numba(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    k, v = k.flatten(1), v.flatten(1)
-    num_tokens, width = k.shape
+    num_tokens, kv_heads, dim = k.shape
+    width = kv_heads * dim
+    if not k.stride(1) == v.stride(1) == dim:
+        k, v = k.contiguous(), v.contiguous()
     words = (
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
         k.stride(0), v.stride(0), width,

@@ -39,17 +39,19 @@ def paged_attention_decode_numba(
     num_parts = -(-max_seq_len // _PART)
     if sliding_window:
         num_parts = min(num_parts, (sliding_window - 1) // _PART + 2)
-    # One part needs no merging. Of each part and head: its sum of values, then its maximum and its sum of weights.
-    parts = torch.empty(num_rows * num_parts * heads * (dim + 16) if num_parts > 1 else 0)
-    ended = torch.zeros(num_rows, dtype=torch.int32)
+    parts, ended = q, seq_lens  # one part needs no merging: these are not looked at
+    if num_parts > 1:
+        # Of each part and head: its sum of values, then its maximum and its sum of weights.
+        parts = torch.empty(num_rows * num_parts * heads * (dim + 16))
+        ended = torch.zeros(num_rows, dtype=torch.int32)
     words = (
         q.data_ptr(), *q.stride()[:2], k_cache.data_ptr(), v_cache.data_ptr(),
         block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), seq_lens.data_ptr(),
         float_word(scale), sliding_window or max_seq_len, num_parts,
-        out.data_ptr(), parts.data_ptr(), ended.data_ptr(),
+        out.data_ptr(), parts.data_ptr(), ended.data_ptr(), heads, kv_heads,
     )  # fmt: skip
     sizes = {
-        "one": 1, "dim": dim, "heads": heads, "row": heads * dim, "group": heads // kv_heads, "kv_heads": kv_heads,
+        "one": 1, "dim": dim, "heads": heads, "row": heads * dim, "group": heads // kv_heads,
         "block_size": block_size, "part": _PART,
     }  # fmt: skip
     work = num_rows * max_seq_len * kv_heads * dim
@@ -92,7 +94,7 @@ def _begin(
     """The token's queries, scaled, and sums over nothing."""
     q, token_stride, head_stride = nl.elements(args, 0), nl.integer(args, 1), nl.integer(args, 2)
     scale, dim = nl.splat(nl.real(args, 9)), nl.constant(args, "dim")
-    for head in range(nl.constant(args, "heads")):
+    for head in range(nl.integer(args, 15)):
         nl.store(top, head * 16, nl.splat(_NOTHING))
         nl.store(weight, head * 16, nl.splat(0.0))
         for i in range(0, dim, 16):
@@ -119,7 +121,7 @@ def _attend_16(
     scores, weights = nl.float32_buffer(args, "group", 256), nl.float32_buffer(args, "group", 16)
     shrinks = nl.float32_buffer(args, "group", 16)
     _find(args, row, first, begin, end, places)
-    for kv_head in range(nl.constant(args, "kv_heads")):
+    for kv_head in range(nl.integer(args, 16)):
         for key in range(16):
             at = places[key] + kv_head * dim
             for j in range(group):
@@ -152,7 +154,7 @@ def _find(args: nl.Args, row: int, first: int, begin: int, end: int, places: nl.
     """Where 16 keys stand in the cache. A key outside begin .. end is given another's place: what the cache
     holds there is never read, be it NaN. The next keys are asked for already."""
     tables, table, block_size = nl.int32s(args, 5), row * nl.integer(args, 6), nl.constant(args, "block_size")
-    width = nl.constant(args, "kv_heads") * nl.constant(args, "dim")
+    width = nl.integer(args, 16) * nl.constant(args, "dim")
     k, v = nl.elements(args, 3), nl.elements(args, 4)
     for key in range(16):
         position = min(max(first + key, begin), end - 1)
@@ -167,7 +169,7 @@ def _find(args: nl.Args, row: int, first: int, begin: int, end: int, places: nl.
 @NumbaFunction
 def _write(args: nl.Args, token: int, total: nl.Pointer, weight: nl.Pointer) -> None:
     """total / weight, zeros for a row without context."""
-    out, dim, heads = nl.elements(args, 12), nl.constant(args, "dim"), nl.constant(args, "heads")
+    out, dim, heads = nl.elements(args, 12), nl.constant(args, "dim"), nl.integer(args, 15)
     for head in range(heads):
         whole = nl.sum_of(nl.load(weight, head * 16))
         share = nl.splat(1.0 / whole if whole > 0 else 0.0)
@@ -177,7 +179,7 @@ def _write(args: nl.Args, token: int, total: nl.Pointer, weight: nl.Pointer) -> 
 
 @NumbaFunction
 def _keep(args: nl.Args, task: int, total: nl.Pointer, top: nl.Pointer, weight: nl.Pointer) -> None:
-    parts, dim, heads = nl.float32s(args, 13), nl.constant(args, "dim"), nl.constant(args, "heads")
+    parts, dim, heads = nl.float32s(args, 13), nl.constant(args, "dim"), nl.integer(args, 15)
     for head in range(heads):
         at = (task * heads + head) * (dim + 16)
         for i in range(0, dim, 16):
@@ -197,7 +199,7 @@ def _merge(
     weight: nl.Pointer,
 ) -> None:
     """Parts first .. first + count of a row into its output."""
-    parts, dim, heads = nl.float32s(args, 13), nl.constant(args, "dim"), nl.constant(args, "heads")
+    parts, dim, heads = nl.float32s(args, 13), nl.constant(args, "dim"), nl.integer(args, 15)
     out, size = nl.elements(args, 12), dim + 16
     for head in range(heads):
         highest = nl.splat(_NOTHING)

@@ -56,8 +56,8 @@ class Attention:
         attention: AttentionMetadata,
     ) -> torch.Tensor:
         """x: [t, hidden]. kv: this layer's cache, into which the tokens' k and v are written."""
-        heads = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
-        q, k, v = heads
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = torch.split_with_sizes(heads, (self.qkv.num_heads, self.qkv.num_kv_heads, self.qkv.num_kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         apply_rope(q, k, positions, cos_sin)
