@@ -18,21 +18,38 @@ POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+HELP = {
+    "tokenizer": "folder or hub id of the tokenizer, when it is not the model's",
+    "skip_tokenizer_init": "prompts are token ids, and no text comes out",
+    "revision": "of a hub id: branch, tag or commit",
+    "dtype": "of weights and KV; auto takes the checkpoint's",
+    "load_format": "dummy fills random weights: no checkpoint is read",
+    "device": "auto takes a GPU where there is one",
+    "seed": "of the seeds given to requests that bring none",
+    "max_model_len": "longest prompt plus output, in tokens; by itself what model and KV pool allow",
+    "max_num_seqs": "requests in one step at most",
+    "max_num_batched_tokens": "tokens in one step at most; longer prompts are computed in chunks",
+    "max_logprobs": "most log-probabilities a request may ask for at each token",
+    "block_size": "tokens in a KV block",
+    "gpu_memory_utilization": "share of a GPU's memory for weights and KV",
+    "kv_cache_memory_bytes": "size of the KV pool; on a CPU by itself 1/4 of the free memory, 4 GiB at most",
+    "num_kv_blocks": "size of the KV pool in blocks instead",
+    "enable_prefix_caching": "requests with the same beginning share its KV",
+    "scheduling_policy": "fcfs, or priority: a lower number first, then by arrival",
+    "async_scheduling": "plan a step before the previous one has returned; by itself on where it can be",
+    "executor": "mp: a worker process per device; uni: the worker inside the engine core; or package.module:Class",
+    "tensor_parallel_size": "ranks that share each layer",
+    "pipeline_parallel_size": "stages that share the layers",
+    "step_timeout": "seconds a step may take before its workers count as hung",
+    "log_level": "debug, info, warning, error or critical; to stderr",
+}
+"""What each setting of EngineConfig means to a user."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings a user may give, by vLLM's names where vLLM has one.
+    """The settings a user may give, by vLLM's names where vLLM has one. HELP says what each means.
 
     model: a local folder in Hugging Face's layout (the front end has resolved hub ids by now).
-    dtype: of weights and KV; "auto" takes the checkpoint's. load_format: "dummy" fills random weights.
-    max_model_len: longest prompt plus output, in tokens; None takes what model and KV pool allow.
-    max_num_seqs: requests in one step at most. max_num_batched_tokens: tokens in one step at most;
-    longer prompts are computed in chunks. block_size: tokens per KV block.
-    gpu_memory_utilization: share of a GPU's memory for weights and KV. kv_cache_memory_bytes: the KV
-    pool's size instead; on CPU the default is 1/4 of the free memory, 4 GiB at most.
-    num_kv_blocks: the pool in blocks instead, for tests and benchmarks.
-    scheduling_policy: "fcfs", or "priority" (a lower number first, then by arrival).
-    async_scheduling: None decides by itself (see `resolve_async_scheduling`).
-    executor: "mp" (a process per device), "uni" (in the engine core), or a class as "package.module:Class".
-    step_timeout: seconds a step may take before its workers count as hung.
     """
 
     model: str

@@ -50,7 +50,10 @@ ClientMessage = AddRequest | AbortRequests | UtilityCall | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=1, array_like=True, kw_only=True):
-    """The handshake: the engine is ready, and what it resolved."""
+    """The handshake: the engine is ready, and what it resolved.
+
+    max_model_len_from: what limits it, for messages: "the setting", "the model" or "the KV pool of N tokens".
+    """
 
     pid: int
     worker_pids: list[int]
@@ -58,6 +61,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=1, array_like=True, kw_only=Tr
     num_kv_blocks: int
     block_size: int
     max_model_len: int
+    max_model_len_from: str
     async_scheduling: bool
     async_reason: str
 
@@ -93,6 +97,7 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
     request_ids: int64 [n]. counts: int32 [n], tokens each got. tokens: int32 [sum(counts)], flat.
     logprobs: rows as `tokens`, only when some request asked; each request reads its own first columns.
+    step_id: 0 when it comes from no step.
     """
 
     request_ids: np.ndarray
@@ -101,6 +106,13 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=3, array_like=True):
     finished: list[FinishedRequest] = []
     logprobs: Logprobs | None = None
     prompt_logprobs: list[RequestPromptLogprobs] = []
+    step_id: int = 0
+
+    @classmethod
+    def of_finished(cls, finished: list[FinishedRequest]) -> OutputBatch:
+        """No tokens, only ends."""
+        none = np.empty(0, np.int32)
+        return cls(np.empty(0, np.int64), none, none, finished)
 
 
 class UtilityReply(msgspec.Struct, frozen=True, tag=4, array_like=True):

@@ -32,6 +32,7 @@ from .messages import (
     ClientMessage,
     EngineFailed,
     EngineMessage,
+    OutputBatch,
     StartFailure,
     Stop,
     UtilityCall,
@@ -120,17 +121,22 @@ def run_busy_loop(
     Raises: whatever the engine, or a callable in the inbox, raises.
     """
     while True:
+        busy = engine.has_work()
+        if not busy:
+            engine.idle()
         try:
-            item = inbox.get(block=not engine.has_work(), timeout=SIGNAL_CHECK_MS / 1000)
+            item = inbox.get(block=not busy, timeout=SIGNAL_CHECK_MS / 1000)
         except queue.Empty:
-            if not engine.has_work():
+            if not busy:
                 continue
             outputs = engine.step()
             if outputs is not None:
                 send(outputs)
             continue
         if isinstance(item, AddRequest):
-            engine.add_request(item.request)
+            refusal = engine.add_request(item.request)
+            if refusal is not None:
+                send(OutputBatch.of_finished([refusal]))
         elif isinstance(item, AbortRequests):
             engine.abort_requests(item.request_ids)
         elif isinstance(item, UtilityCall):

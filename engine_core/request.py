@@ -34,6 +34,7 @@ class Request:
     message: EngineRequest
     arrival: int
     tokens: np.ndarray
+    structured: bool = False
     state: State = State.WAITING
     slot: int = -1
     digests: list[bytes] = field(default_factory=list)

@@ -20,7 +20,7 @@ class RequestTable:
     which the request ends); num_blocks (held); num_remembered (blocks with a key): int32.
     token_ids int32 [slots, max_model_len]; block_table int32 [slots, max_blocks];
     stop_ids int32 [slots, width], padded with -1. running: bool, False for free and draining slots.
-    owes_prompt_logprobs: bool, asked for and not yet sent.
+    structured: bool, sampled under a grammar.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -38,7 +38,7 @@ class RequestTable:
         self.num_blocks = np.zeros(num_slots, int32)
         self.num_remembered = np.zeros(num_slots, int32)
         self.running = np.zeros(num_slots, bool)
-        self.owes_prompt_logprobs = np.zeros(num_slots, bool)
+        self.structured = np.zeros(num_slots, bool)
         # np.zeros maps pages on first use: a table made for long contexts costs what is really written.
         self.token_ids = np.zeros((num_slots, max_model_len), int32)
         self.block_table = np.zeros((num_slots, -(-max_model_len // block_size)), int32)
@@ -76,6 +76,7 @@ class RequestTable:
         self.max_total[slot] = max_total
         self.num_blocks[slot] = 0
         self.num_remembered[slot] = 0
+        self.structured[slot] = request.structured
         self.token_ids[slot, : len(tokens)] = tokens
         self._set_stop_ids(slot, request.message.options.stop_token_ids)
         self.requests[slot] = request

@@ -14,22 +14,27 @@ import numpy as np
 
 from ..worker.messages import Logprobs, NewRequest, StepOutput, StepPlan
 from .block_pool import BlockPool
+from .kv_blocks import NO_APPENDS, KVBlocks
 from .messages import EngineRequest, FinishedRequest, OutputBatch, RequestPromptLogprobs
 from .request import Request, State
 from .request_table import RequestTable
 from .stats import EngineStats
 from .waiting_queue import WaitingQueue
 
-_NO_DRAFTS = np.empty(0, np.int32)
+_NONE = _NO_DRAFTS = np.empty(0, np.int32)
+_QUIET_ROWS = 32
+"""With more rows than this, some row has something to do in nearly every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_seqs: slots. max_batched_tokens: tokens a step. num_blocks, block_size: the KV pool."""
+    """max_seqs: slots. max_batched_tokens: tokens a step. max_model_len_from: what limits it, for messages.
+    num_blocks, block_size: the KV pool."""
 
     max_seqs: int
     max_batched_tokens: int
     max_model_len: int
+    max_model_len_from: str
     num_blocks: int
     block_size: int
     prefix_caching: bool = True
@@ -38,10 +43,14 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan and what must be remembered to read its result: the generation of each of its slots."""
+    """A plan and what must be remembered to read its result: the generation of each of its slots.
+
+    all_sample: whether every row samples.
+    """
 
     plan: StepPlan
     generations: np.ndarray
+    all_sample: bool
 
 
 class Scheduler:
@@ -52,11 +61,17 @@ class Scheduler:
         self.stats = stats
         self.table = RequestTable(limits.max_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks)
+        self.blocks = KVBlocks(self.table, self.pool, limits.block_size, limits.prefix_caching)
         self.waiting = WaitingQueue()
         self._by_id: dict[int, Request] = {}
         self._arrivals = 0
         self._num_steps = 0
         self._num_draining = 0
+        self._num_owing_logprobs = 0
+        self._ones = np.ones(limits.max_seqs, np.int32)
+        self._quiet_steps = 0
+        self._quiet_order = self.table.order()
+        self._quiet_step: ScheduledStep
 
     # ---- requests come and go -------------------------------------------------------------------
 
@@ -64,15 +79,16 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._by_id)
 
-    def add(self, message: EngineRequest) -> FinishedRequest | None:
-        """Queues a request, or says why it can never run."""
+    def add(self, message: EngineRequest, structured: bool = False) -> FinishedRequest | None:
+        """Queues a request, or says why it can never run. structured: sampled under a grammar."""
         refusal = self._refusal(message)
         if refusal:
             return FinishedRequest(message.request_id, "error", message=refusal)
         prompt = np.ascontiguousarray(message.prompt, np.int32)
-        request = Request(message, self._arrivals, prompt)
+        request = Request(message, self._arrivals, prompt, structured)
         self._arrivals += 1
         self._by_id[request.request_id] = request
+        self._num_owing_logprobs += request.owes_prompt_logprobs
         self.waiting.push(request, self._priority(request))
         return None
 
@@ -93,96 +109,122 @@ class Scheduler:
         if request.slot >= 0:
             if request.state is State.DRAINING:
                 self._num_draining -= 1
-            self._release_blocks(request.slot)
+            self.blocks.release(request.slot)
             self.table.free(request.slot)
         request.state = State.FINISHED
+        self._num_owing_logprobs -= request.owes_prompt_logprobs
         del self._by_id[request.request_id]
 
     def _requeue(self, request: Request) -> None:
-        """A preempted request of which nothing is in flight any more gives up its slot and may come back."""
+        """A preempted request that awaits no more tokens gives up its slot and may come back."""
         self._num_draining -= 1
         request.tokens = self.table.known_tokens(request.slot).copy()
         self.table.free(request.slot)
         request.state = State.WAITING
         self.waiting.push(request, self._priority(request))
 
+    def reset_prefix_cache(self) -> None:
+        self.pool.forget_all()
+
     # ---- planning -------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before a step in flight lands."""
+        if self._quiet_steps > 0 and self.table.order() is self._quiet_order and not self.waiting:
+            return self._repeat()
+        return self._plan()
+
+    def _plan(self) -> ScheduledStep | None:
         table = self.table
-        slots, num_query = self._schedule_running()
-        appends = self._grow_blocks(slots, num_query)
+        slots, num_query, appends = self._schedule_running()
         new_requests, chunks = self._admit_waiting(self.limits.max_batched_tokens - int(num_query.sum()))
         if new_requests:
             slots = np.concatenate([slots, np.array([new.slot for new in new_requests])])
-            num_query = np.concatenate([num_query, np.array(chunks, num_query.dtype)])
+            num_query = np.concatenate([num_query, np.array(chunks, np.int32)])
         if not slots.size:
             return None
         computed = table.num_computed[slots] + num_query
         expected = table.num_tokens[slots] + table.num_placeholders[slots]
         samples = computed == expected
-        self.stats.rows_beyond_limit += int((samples & (expected >= table.max_total[slots])).sum())
+        self.stats.rows_beyond_limit += int(np.count_nonzero(samples & (expected >= table.max_total[slots])))
         table.num_computed[slots] = computed
         table.num_placeholders[slots] += samples
-        if self.limits.prefix_caching:
-            self._remember_full_blocks(slots)
-        self._num_steps += 1
-        self.stats.steps += 1
-        self.stats.scheduled_tokens += int(num_query.sum())
+        self.blocks.remember_full(slots)
+        rows = slots.astype(np.int32)
         plan = StepPlan(
-            self._num_steps, new_requests, *appends, slots.astype(np.int32), num_query.astype(np.int32), samples,
+            self._next_step_id(int(num_query.sum())), new_requests, *appends, rows, num_query, samples,
             _NO_DRAFTS, int(computed.max()),
         )  # fmt: skip
-        return ScheduledStep(plan, table.generation[slots])
+        step = ScheduledStep(plan, table.generation[slots], bool(samples.all()))
+        if len(slots) <= _QUIET_ROWS:
+            self._look_for_quiet(step)
+        return step
 
-    def _schedule_running(self) -> tuple[np.ndarray, np.ndarray]:
-        """(slots, num_query) of the running requests that get tokens, after preempting whom there is no
-        block for. The last in order gives way, so the first always advances."""
+    def _look_for_quiet(self, step: ScheduledStep) -> None:
+        """Finds out how often this step can be repeated: the same rows, one token further."""
+        table, slots = self.table, self.table.order()
+        self._quiet_steps, self._quiet_order, self._quiet_step = 0, slots, step
+        if len(slots) == len(step.plan.slots) and step.all_sample:
+            unasked = table.max_total[slots] - table.num_tokens[slots] - table.num_placeholders[slots]
+            self._quiet_steps = min(int(unasked.min()), self.blocks.quiet_steps(slots))
+            ones = np.ones(len(slots), np.int32)
+            plan = msgspec.structs.replace(
+                step.plan, new_requests=[], slots=slots.astype(np.int32), num_query=ones,
+                append_slots=_NONE, append_blocks=_NONE, append_index=_NONE,
+            )  # fmt: skip
+            self._quiet_step = ScheduledStep(plan, table.generation[slots], True)
+
+    def _repeat(self) -> ScheduledStep:
+        """Nothing has come, gone, grown or filled a block: every row decodes one more token."""
+        slots, last = self._quiet_order, self._quiet_step
+        self.table.num_computed[slots] += 1
+        self.table.num_placeholders[slots] += 1
+        self._quiet_steps -= 1
+        plan = msgspec.structs.replace(
+            last.plan, step_id=self._next_step_id(len(slots)), max_seq_len=last.plan.max_seq_len + 1
+        )
+        self._quiet_step = ScheduledStep(plan, last.generations, True)
+        return self._quiet_step
+
+    def _next_step_id(self, num_tokens: int) -> int:
+        self.stats.steps += 1
+        self.stats.scheduled_tokens += num_tokens
+        self._num_steps += 1
+        return self._num_steps
+
+    def _schedule_running(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(slots, num_query, appends) of the running requests that get tokens, after preempting whom there
+        is no block for. The last in order gives way, so the first always advances."""
         table, budget = self.table, self.limits.max_batched_tokens
         slots = table.order()
+        if not slots.size:
+            return slots, _NONE, NO_APPENDS
+        computed = table.num_computed[slots]
         expected = table.num_tokens[slots] + table.num_placeholders[slots]
         # A request whose tokens in flight reach its limit has nothing left to compute.
-        pending = np.where(expected < table.max_total[slots], expected - table.num_computed[slots], 0)
-        while True:
-            ends = np.cumsum(pending)
-            num_query = pending
-            if ends.size and ends[-1] > budget:
-                num_query = np.clip(budget - (ends - pending), 0, pending)
-            if int(self._missing_blocks(slots, num_query).sum()) <= self.pool.num_free:
+        pending = (expected - computed) * (expected < table.max_total[slots])
+        while slots.size:
+            num_query = _within(budget, pending)
+            missing = self.blocks.missing(slots, computed + num_query)
+            total = int(missing.sum())
+            if total <= self.pool.num_free:
                 break
             self._preempt(int(slots[-1]))
-            slots, pending = slots[:-1], pending[:-1]
+            slots, pending, computed = slots[:-1], pending[:-1], computed[:-1]
+        else:
+            return slots, _NONE, NO_APPENDS
+        appends = self.blocks.grow(slots, missing) if total else NO_APPENDS
         if num_query.all():
-            return slots, num_query
+            return slots, num_query, appends
         chosen = num_query > 0
-        return slots[chosen], num_query[chosen]
-
-    def _missing_blocks(self, slots: np.ndarray, num_query: np.ndarray) -> np.ndarray:
-        size = self.limits.block_size
-        needed = (self.table.num_computed[slots] + num_query + (size - 1)) // size
-        return np.maximum(needed - self.table.num_blocks[slots], 0)
-
-    def _grow_blocks(self, slots: np.ndarray, num_query: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives the rows the blocks they miss: (append_slots, append_blocks, append_index), int32 [m]."""
-        table = self.table
-        missing = self._missing_blocks(slots, num_query)
-        growing = np.flatnonzero(missing)
-        counts = missing[growing]
-        rows = np.repeat(slots[growing], counts)
-        blocks = self.pool.allocate(len(rows))
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        index = table.num_blocks[rows] + nth
-        table.block_table[rows, index] = blocks
-        table.num_blocks[slots[growing]] += counts
-        return rows.astype(np.int32), blocks, index.astype(np.int32)
+        return slots[chosen], num_query[chosen], appends
 
     def _preempt(self, slot: int) -> None:
         """Takes the blocks; tokens in flight still land and are kept."""
         request = self.table.requests[slot]
         assert request is not None
         self.stats.preemptions += 1
-        self._release_blocks(slot)
+        self.blocks.release(slot)
         self.table.stop_running(slot)
         request.state = State.DRAINING
         self._num_draining += 1
@@ -212,46 +254,24 @@ class Scheduler:
         """Gives the request a slot and blocks for all its known tokens, or None when too few are free:
         after an admission every running request must still be able to grow by a block, or the newcomer
         would only be preempted again."""
-        size, tokens = self.limits.block_size, request.tokens
-        cached = self._cached_blocks(request)
-        missing = -(-len(tokens) // size) - len(cached)
-        spare = self.pool.num_free - self.pool.num_unheld(cached) - missing
-        if spare < self.table.num_running:
+        cached = self.blocks.find_cached(request)
+        if self.blocks.spare_after(request, cached) < self.table.num_running:
             return None
         self.waiting.pop_first()
-        self.pool.hold(cached)
-        blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(missing)])
-        slot = self._enter_table(request, blocks, len(cached))
-        self.stats.prefix_tokens += len(tokens)
-        self.stats.prefix_hit_tokens += len(cached) * size
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = len(cached) * size
-        options = request.message.options
-        if options.prompt_logprobs is not None and not self.table.owes_prompt_logprobs[slot]:
-            options = msgspec.structs.replace(options, prompt_logprobs=None)
-        return NewRequest(slot, tokens, request.num_prompt, len(cached) * size, blocks, options)
-
-    def _cached_blocks(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of the request already. The last token is always computed, since
-        its logits are wanted; so is every prompt token whose log-probability is."""
-        if not self.limits.prefix_caching or request.owes_prompt_logprobs:
-            return []
-        usable = (len(request.tokens) - 1) // self.limits.block_size
-        request.extend_digests(request.tokens, usable, self.limits.block_size)
-        return self.pool.find(request.digests[:usable])
-
-    def _enter_table(self, request: Request, blocks: np.ndarray, num_cached: int) -> int:
-        table = self.table
         max_total = min(request.num_prompt + request.message.max_tokens, self.limits.max_model_len)
-        slot = table.admit(request, self._priority(request), max_total)
-        table.block_table[slot, : len(blocks)] = blocks
-        table.num_blocks[slot] = len(blocks)
-        table.num_remembered[slot] = num_cached
-        table.num_computed[slot] = num_cached * self.limits.block_size
-        table.owes_prompt_logprobs[slot] = request.owes_prompt_logprobs
+        slot = self.table.admit(request, self._priority(request), max_total)
+        blocks = self.blocks.enter(slot, cached)
         request.state = State.RUNNING
         request.prompt_logprobs.clear()
-        return slot
+        num_cached = len(cached) * self.limits.block_size
+        self.stats.prefix_tokens += len(request.tokens)
+        self.stats.prefix_hit_tokens += num_cached
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_cached
+        options = request.message.options
+        if request.prompt_logprobs_sent:
+            options = msgspec.structs.replace(options, prompt_logprobs=None)
+        return NewRequest(slot, request.tokens, request.num_prompt, num_cached, blocks, options)
 
     # ---- results --------------------------------------------------------------------------------
 
@@ -260,35 +280,37 @@ class Scheduler:
         meanwhile are dropped. None when nobody is to be told anything."""
         table, slots = self.table, step.plan.slots
         alive = table.generation[slots] == step.generations
-        self._collect_prompt_logprobs(output, slots, alive)
-        rows = np.flatnonzero(alive & step.plan.samples)
-        if not rows.size:
-            return None
-        slots = slots[rows]
-        tokens = output.sampled[rows, 0]
-        table.token_ids[slots, table.num_tokens[slots]] = tokens
-        table.num_tokens[slots] += 1
-        table.num_placeholders[slots] -= 1
-        assert table.num_placeholders[slots].min() >= 0, "a token arrived that no placeholder stood for"
-        self.stats.generated_tokens += len(rows)
-        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        ended = stopped | (table.num_tokens[slots] >= table.max_total[slots])
+        tokens = output.sampled[:, 0]
+        logprobs = output.logprobs
+        if output.prompt_logprobs:
+            self._collect_prompt_logprobs(output, slots, alive)
+        if not (step.all_sample and alive.all()):
+            rows = np.flatnonzero(alive & step.plan.samples)
+            if not rows.size:
+                return None
+            slots, tokens, logprobs = slots[rows], tokens[rows], _take_rows(logprobs, rows)
+        num_tokens = table.num_tokens[slots]
+        table.token_ids[slots, num_tokens] = tokens
+        num_tokens += 1
+        table.num_tokens[slots] = num_tokens
+        placeholders = table.num_placeholders[slots] - 1
+        assert (placeholders >= 0).all(), "a token arrived that no placeholder stood for"
+        table.num_placeholders[slots] = placeholders
+        self.stats.generated_tokens += len(slots)
         request_ids = table.request_id[slots]
-        prompt_logprobs = self._take_prompt_logprobs(slots[table.owes_prompt_logprobs[slots]])
-        finished = [
-            self._finish_sampled(int(slots[i]), int(tokens[i]) if stopped[i] else None)
-            for i in np.flatnonzero(ended).tolist()
-        ]
+        prompt_logprobs = self._take_prompt_logprobs(slots) if self._num_owing_logprobs else []
+        is_stop = table.stop_ids[slots] == tokens[:, None]
+        ended = num_tokens >= table.max_total[slots]
+        finished: list[FinishedRequest] = []
+        if ended.any() or is_stop.any():
+            stopped = is_stop.any(axis=1)
+            ended |= stopped
+            for i in np.flatnonzero(ended).tolist():
+                finished.append(self._finish_sampled(int(slots[i]), int(tokens[i]) if stopped[i] else None))
         if self._num_draining:
             self._requeue_drained(slots[~ended])
-        return OutputBatch(
-            request_ids,
-            np.ones(len(rows), np.int32),
-            tokens,
-            finished,
-            _take_rows(output.logprobs, rows),
-            prompt_logprobs,
-        )
+        counts = self._ones[: len(slots)]
+        return OutputBatch(request_ids, counts, tokens, finished, logprobs, prompt_logprobs, step.plan.step_id)
 
     def _finish_sampled(self, slot: int, stop_token: int | None) -> FinishedRequest:
         request = self.table.requests[slot]
@@ -316,39 +338,16 @@ class Scheduler:
     def _take_prompt_logprobs(self, slots: np.ndarray) -> list[RequestPromptLogprobs]:
         """Those of requests that have just sampled their first token: their prompt is complete."""
         taken = []
-        self.table.owes_prompt_logprobs[slots] = False
         for slot in slots.tolist():
             request = self.table.requests[slot]
             assert request is not None
-            request.prompt_logprobs_sent = True
-            if request.prompt_logprobs:
-                taken.append(RequestPromptLogprobs(request.request_id, _concatenate(request.prompt_logprobs)))
-                request.prompt_logprobs.clear()
+            if request.owes_prompt_logprobs:
+                request.prompt_logprobs_sent = True
+                self._num_owing_logprobs -= 1
+                if request.prompt_logprobs:
+                    taken.append(RequestPromptLogprobs(request.request_id, _concatenate(request.prompt_logprobs)))
+                    request.prompt_logprobs.clear()
         return taken
-
-    # ---- blocks ---------------------------------------------------------------------------------
-
-    def _remember_full_blocks(self, slots: np.ndarray) -> None:
-        """Makes blocks findable whose tokens are all known and whose KV a started step computes: later
-        steps may read them, since the device runs steps in order."""
-        table = self.table
-        full = np.minimum(table.num_computed[slots], table.num_tokens[slots]) // self.limits.block_size
-        for index in np.flatnonzero(full > table.num_remembered[slots]).tolist():
-            slot, count = int(slots[index]), int(full[index])
-            request = table.requests[slot]
-            assert request is not None
-            request.extend_digests(table.known_tokens(slot), count, self.limits.block_size)
-            for nth in range(int(table.num_remembered[slot]), count):
-                self.pool.remember(int(table.block_table[slot, nth]), request.digests[nth])
-            table.num_remembered[slot] = count
-
-    def _release_blocks(self, slot: int) -> None:
-        if self.limits.prefix_caching:
-            self._remember_full_blocks(np.array([slot]))
-        self.pool.release(self.table.block_table[slot, : self.table.num_blocks[slot]])
-        self.table.num_blocks[slot] = 0
-        # Nothing of a draining request is in the pool: what it computed does not count any more.
-        self.table.num_computed[slot] = 0
 
     # ---- small questions ------------------------------------------------------------------------
 
@@ -363,12 +362,26 @@ class Scheduler:
             return "the prompt is empty"
         if len(message.prompt) >= self.limits.max_model_len:
             return (
-                f"the prompt has {len(message.prompt)} tokens; with max_model_len={self.limits.max_model_len} "
-                f"(KV pool: {self.limits.num_blocks * self.limits.block_size} tokens) there is no room to answer"
+                f"the prompt has {len(message.prompt)} tokens: with one token to generate it exceeds "
+                f"max_model_len={self.limits.max_model_len} (limited by {self.limits.max_model_len_from})"
             )
         if message.max_tokens < 1:
             return f"max_tokens={message.max_tokens}: must be at least 1"
         return ""
+
+
+def _within(budget: int, pending: np.ndarray) -> np.ndarray:
+    """As much of `pending` as the budget allows: rows with one token to compute first, so that a long prefill
+    does not hold up the others' decodes, then the rest in order."""
+    if int(pending.sum()) <= budget:
+        return pending
+    singles = _in_order(budget, np.where(pending == 1, 1, 0))
+    chunks = _in_order(budget - int(singles.sum()), np.where(pending == 1, 0, pending))
+    return (singles + chunks).astype(np.int32)
+
+
+def _in_order(budget: int, pending: np.ndarray) -> np.ndarray:
+    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
 
 
 def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:

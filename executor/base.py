@@ -23,15 +23,21 @@ class Future(Protocol[T_co]):
         """True when result() would not wait. Takes what has arrived; never blocks."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class Executor(ABC):
     """Starts workers and calls them. Every method is called from one thread, the engine core's loop.
 
     Construction starts the workers and waits until their models are loaded.
+    on_wait: called every second or more often while a step's result() waits, so that a hung step shows.
     Raises: ConfigError when a setting or model cannot be used, WorkerError when a worker fails.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
+        self.on_wait: Callable[[], None] = _nothing
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

@@ -137,7 +137,7 @@ class MultiprocExecutor(Executor):
     def step_result(self, step_id: int) -> StepOutput:
         """Waits. Raises: WorkerError."""
         timeout = self.config.settings.step_timeout
-        if not self._wait(lambda: step_id in self._outputs, timeout):
+        if not self._wait(lambda: step_id in self._outputs, timeout, self.on_wait):
             self._failure = WorkerError(0, f"hung: step {step_id} did not end within {timeout:g} seconds")
             raise self._failure
         return self._outputs.pop(step_id)
@@ -172,12 +172,15 @@ class MultiprocExecutor(Executor):
         for rank in range(len(self._workers)):
             self._plans.send_multipart([identity(rank), *frames])
 
-    def _wait(self, arrived: Callable[[], Any], timeout: float | None = None) -> bool:
+    def _wait(
+        self, arrived: Callable[[], Any], timeout: float | None = None, on_wait: Callable[[], None] = lambda: None
+    ) -> bool:
         """timeout: seconds, after which the result is False. Raises: WorkerError, ConfigError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._receive()
         while not arrived():
             self._raise_failure()
+            on_wait()
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return False

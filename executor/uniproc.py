@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from ..worker.async_output import AsyncOutput
     from ..worker.messages import GrammarMasks, StepOutput, StepPlan, WorkerInfo
     from ..worker.worker import Worker
+
+
+_WAIT_SLICE = 1.0
+"""Seconds between two calls of on_wait."""
 
 
 class UniProcExecutor(Executor):
@@ -48,7 +53,7 @@ class UniProcExecutor(Executor):
 
     def sample_tokens(self, grammar: GrammarMasks | None) -> Future[StepOutput]:
         output = self._alive().sample_tokens(self._step_id, grammar)
-        return _StepFuture(output, self._step_id, self.config.settings.step_timeout)
+        return _StepFuture(output, self._step_id, self.config.settings.step_timeout, self.on_wait)
 
     def collective_rpc(
         self, method: str | bytes | Callable[..., Any], args: Sequence[Any] = (), timeout: float | None = None
@@ -93,16 +98,22 @@ _LAUNCHED = _Launched()
 
 
 class _StepFuture:
-    def __init__(self, output: AsyncOutput, step_id: int, timeout: float) -> None:
+    def __init__(self, output: AsyncOutput, step_id: int, timeout: float, on_wait: Callable[[], None]) -> None:
         self._output = output
         self._step_id = step_id
         self._timeout = timeout
+        self._on_wait = on_wait
 
     def result(self) -> StepOutput:
-        try:
-            return self._output.get_output(timeout=self._timeout)
-        except TimeoutError:
-            raise WorkerError(0, f"hung: step {self._step_id} did not end within {self._timeout:g} seconds") from None
+        remaining = self._timeout
+        deadline = time.monotonic() + remaining
+        while remaining > 0:
+            try:
+                return self._output.get_output(timeout=min(_WAIT_SLICE, remaining))
+            except TimeoutError:
+                self._on_wait()
+                remaining = deadline - time.monotonic()
+        raise WorkerError(0, f"hung: step {self._step_id} did not end within {self._timeout:g} seconds")
 
     def done(self) -> bool:
         return self._output.done()

@@ -7,15 +7,18 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError, StepaheadError
 from .engine_client import EngineClient
 from .engine_setup import Engine, start_engine
 from .output_processor import OutputProcessor, RequestState
 from .outputs import RequestOutput
+from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import RequestOutputKind, SamplingParams
 
@@ -56,9 +59,21 @@ class AsyncLLM:
             raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
         return self._engine.tokenizer
 
-    async def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
-        return await asyncio.to_thread(self._engine.client.call, "stats")
+    async def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and its state now."""
+        return await asyncio.to_thread(self._engine.client.stats)
+
+    async def start_profile(self) -> None:
+        """Records what every process and the device do, until stop_profile()."""
+        await asyncio.to_thread(self._engine.start_profile)
+
+    async def stop_profile(self, path: str | Path | None = "trace.json") -> Profile:
+        """Ends the recording. path: where to write it for ui.perfetto.dev, a file, or a folder, which gets a
+        trace.json; None writes nothing.
+
+        Returns: the recording.
+        """
+        return await asyncio.to_thread(self._engine.stop_profile, path)
 
     async def generate(
         self,

@@ -1,4 +1,4 @@
-"""The command line: `stepahead generate`. What is slow to import is imported late, so that --help is quick."""
+"""The command line. What is slow to import is imported late, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .. import __version__
-from ..config import DEVICES, DTYPES, EXECUTORS, LOAD_FORMATS, POLICIES, EngineConfig
-from ..errors import StepaheadError
+from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, POLICIES, EngineConfig
+from ..errors import EngineDeadError, StepaheadError
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +29,7 @@ from .tokenizer import render_chat
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
 
+_ENGINE_FAILED = 1
 _USER_ERROR = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -45,19 +47,22 @@ _SAMPLING = (
     "min_tokens", "ignore_eos",
 )  # fmt: skip
 _NOT_OPTIONS = {"model", "seed"}  # --model has its own text; --seed is the request's
+_NOT_TRACE_OPTIONS = {"model", "async_scheduling"}  # a trace has both
+_MODEL_HELP = "a local folder, or a Hugging Face hub id"
 _SIMPLE_TYPES: dict[str, type] = {"float": float, "int": int, "int | None": int, "bool": bool}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a closed pipe, SIGTERM."""
+    """The exit status: 0, 1 when the engine failed, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a
+    closed pipe, SIGTERM."""
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        _generate(arguments)
+        arguments.run(arguments)
         sys.stdout.flush()
     except StepaheadError as error:
         print(f"stepahead: error: {error}", file=sys.stderr)
-        return _USER_ERROR
+        return _ENGINE_FAILED if isinstance(error, EngineDeadError) else _USER_ERROR
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -80,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         help="generate text for prompts",
         description="Generates text. One prompt is streamed to stdout as it comes.",
     )
-    generate.add_argument("--model", required=True, help="a local folder, or a Hugging Face hub id")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("--model", required=True, help=_MODEL_HELP)
     generate.add_argument("--prompt", required=True, action="append", help="may be given several times")
     generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     generate.add_argument("--json", action="store_true", help="print a JSON object a prompt, then one about the run")
@@ -90,12 +96,28 @@ def _parser() -> argparse.ArgumentParser:
     for field in fields(SamplingParams):
         if field.name in _SAMPLING:
             _add_option(sampling, field.name, _SIMPLE_TYPES[str(field.type)], field.default)
-    engine = generate.add_argument_group("engine")
+    _add_engine_options(generate, _NOT_OPTIONS)
+    trace = commands.add_parser(
+        "trace",
+        help="record and draw what every process does, with and without overlap",
+        description="Runs the same work with synchronous and with async scheduling; writes trace.json (for "
+        "ui.perfetto.dev), timeline.png and timeline.svg.",
+    )
+    trace.set_defaults(run=_trace)
+    trace.add_argument("--model", required=True, help=_MODEL_HELP)
+    trace.add_argument("--requests", type=int, default=8, metavar="INT", help="running at once; default: 8")
+    trace.add_argument("--max-tokens", type=int, default=64, metavar="INT", help="of each request; default: 64")
+    trace.add_argument("--out", type=Path, default=Path("trace"), metavar="DIR", help="default: trace")
+    _add_engine_options(trace, _NOT_TRACE_OPTIONS)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
+    group = parser.add_argument_group("engine")
     hints = typing.get_type_hints(EngineConfig)
     for setting in msgspec.structs.fields(EngineConfig):
-        if setting.name not in _NOT_OPTIONS:
-            _add_option(engine, setting.name, _plain_type(hints[setting.name]), setting.default)
-    return parser
+        if setting.name not in left_out:
+            _add_option(group, setting.name, _plain_type(hints[setting.name]), setting.default, HELP[setting.name])
 
 
 def _plain_type(hint: Any) -> type:
@@ -104,10 +126,11 @@ def _plain_type(hint: Any) -> type:
     return plain[0] if plain else hint
 
 
-def _add_option(group: Any, name: str, kind: type, default: Any) -> None:
+def _add_option(group: Any, name: str, kind: type, default: Any, meaning: str = "") -> None:
     """An option that appears in the parsed arguments only when it was given."""
     flag = f"--{name.replace('_', '-')}"
-    text = f"default: {'decided by itself' if default is None else default}"
+    known = f"default: {'decided by itself' if default is None else default}"
+    text = f"{meaning} ({known})" if meaning else known
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         return
@@ -118,6 +141,13 @@ def _add_option(group: Any, name: str, kind: type, default: Any) -> None:
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    from .trace_command import run_trace
+
+    settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_TRACE_OPTIONS])
+    run_trace(arguments.model, settings, arguments.requests, arguments.max_tokens, arguments.out)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

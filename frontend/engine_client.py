@@ -36,6 +36,7 @@ from ..engine_core.messages import (
     UtilityReply,
 )
 from ..engine_core.process import EngineStart
+from ..engine_core.stats import EngineStats
 from ..errors import ConfigError, EngineDeadError, StepaheadError
 from ..worker.child_process import ChildProcess, stop_all
 from ..worker.codec import Codec, CodecError, require_plain
@@ -80,6 +81,10 @@ class EngineClient:
         Raises: EngineDeadError; StepaheadError when the method raised; TimeoutError; TypeError.
         """
         return self._connection.call(method, args, timeout)
+
+    def stats(self) -> EngineStats:
+        """From any thread but on_message's. Raises: EngineDeadError."""
+        return msgspec.convert(self.call("stats"), EngineStats)
 
     def close(self) -> None:
         """Ends the engine core and its workers, within seconds. Safe to call twice and from any thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from .detokenizer import DetokenizerFactory
 from .engine_client import EngineClient
 from .hub import resolve_folder
 from .output_processor import OutputProcessor
+from .profile import Profile, parse_processes, write_trace
 from .request_processing import RequestProcessor
 from .tokenizer import check_tokenizer_files, load_tokenizer
 
@@ -30,6 +32,19 @@ class Engine:
     tokenizer: Any | None
     requests: RequestProcessor
     outputs: OutputProcessor
+
+    def start_profile(self) -> None:
+        self.client.call("start_profile")
+        self.outputs.trace.start()
+
+    def stop_profile(self, path: str | Path | None) -> Profile:
+        """path: see LLM.stop_profile."""
+        front_end = self.outputs.trace.stop()
+        processes = [front_end, *parse_processes(self.client.call("stop_profile"))]
+        profile = Profile("async" if self.client.info.async_scheduling else "sync", processes)
+        if path is not None:
+            write_trace(path, [profile])
+        return profile
 
 
 def start_engine(model: str, settings: dict[str, Any], on_message: Callable[[EngineMessage], None]) -> Engine:

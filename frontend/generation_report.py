@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ..engine_core.messages import EngineInfo
+from ..engine_core.stats import EngineStats
 from .outputs import RequestMetrics
 
 
@@ -29,9 +30,9 @@ class GenerationReport:
         if metrics.first_token_time is not None:
             self._ttfts.append(metrics.first_token_time - metrics.arrival_time)
 
-    def finish(self, stats: dict[str, Any]) -> None:
+    def finish(self, stats: EngineStats) -> None:
         self._end = time.monotonic()
-        self._device_busy = stats["device_busy"]
+        self._device_busy = stats.device_busy
 
     @property
     def _ttft(self) -> float:

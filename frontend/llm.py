@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
 from .outputs import RequestOutput
+from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
 from .tokenizer import Message, render_chat
@@ -64,10 +67,39 @@ class LLM:
             raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
         return self._engine.tokenizer
 
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
+    def stats(self) -> EngineStats:
+        """What the engine has counted since it started, and its state now."""
         self._check_alive()
-        return self._engine.client.call("stats")
+        return self._engine.client.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep what they hold."""
+        self._check_alive()
+        self._engine.client.call("reset_prefix_cache")
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Calls a method of every worker by name, or method(worker, *args); plain results, by rank.
+
+        timeout: seconds. Raises: StepaheadError with the worker's own traceback, TimeoutError.
+        """
+        self._check_alive()
+        return self._engine.client.call("collective_rpc", method, list(args), timeout=timeout)
+
+    def start_profile(self) -> None:
+        """Records what every process and the device do, until stop_profile()."""
+        self._check_alive()
+        self._engine.start_profile()
+
+    def stop_profile(self, path: str | Path | None = "trace.json") -> Profile:
+        """Ends the recording. path: where to write it for ui.perfetto.dev, a file, or a folder, which gets a
+        trace.json; None writes nothing.
+
+        Returns: the recording.
+        """
+        self._check_alive()
+        return self._engine.stop_profile(path)
 
     def generate(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ..engine_core.messages import FinishedRequest, OutputBatch
 from ..errors import InvalidRequestError, StepaheadError
 from ..worker.messages import Logprobs
+from ..worker.trace import FRONT_END, Recorder
 from .detokenizer import Detokenizer, DetokenizerFactory
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from .request_processing import PreparedRequest
@@ -161,9 +162,11 @@ class SequenceState:
 
 
 class OutputProcessor:
-    """factory: None without a tokenizer; then all texts are empty."""
+    """factory: None without a tokenizer; then all texts are empty. trace: what process() takes, while it records."""
 
     def __init__(self, factory: DetokenizerFactory | None) -> None:
+        self.trace = Recorder(FRONT_END)
+        self._lane = self.trace.lane(FRONT_END)
         self._factory = factory
         self._live: dict[int, SequenceState] = {}
 
@@ -182,6 +185,7 @@ class OutputProcessor:
 
     def process(self, batch: OutputBatch) -> tuple[list[RequestState], list[int]]:
         """Returns: the requests that have something new, and the engine ids to abort (a stop string came)."""
+        self._lane.begin()
         now = time.monotonic()
         finished = {entry.request_id: entry for entry in batch.finished}
         updated: dict[RequestState, None] = {}
@@ -210,6 +214,7 @@ class OutputProcessor:
             if sequence is not None:
                 self._end(sequence, entry)
                 updated[sequence.request] = None
+        self._lane.end("process", batch.step_id)
         return list(updated), aborts
 
     def _deliver(

@@ -46,7 +46,7 @@ class RequestProcessor:
         self._eos_token_ids = config.model.eos_token_ids
         self._max_logprobs = config.settings.max_logprobs
         self._max_model_len = info.max_model_len
-        self._pool_tokens = info.num_kv_blocks * info.block_size
+        self._max_model_len_from = info.max_model_len_from
         self._tokenizer = tokenizer
         self._seeds = random.Random(config.settings.seed)
         self._request_ids = count()
@@ -128,10 +128,8 @@ class RequestProcessor:
         if num_prompt >= self._max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens: with one token to generate it exceeds "
-                f"max_model_len={self._max_model_len}"
+                f"max_model_len={self._max_model_len} (limited by {self._max_model_len_from})"
             )
-        if num_prompt >= self._pool_tokens:
-            raise InvalidRequestError(f"the prompt has {num_prompt} tokens: the KV pool holds {self._pool_tokens}")
         return num_prompt
 
     def _options(self, params: SamplingParams) -> SamplingOptions:

@@ -28,9 +28,12 @@ def make_config(step_ms: float = 0.0, **chosen: Any) -> ResolvedConfig:
     return resolve(parse_settings("hash-lm", settings), model, executor_supports_async=True)
 
 
-def make_engine(**chosen: Any) -> EngineCore:
+def make_engine(watched: bool = False, **chosen: Any) -> EngineCore:
+    """watched: whether to look at every operation for a wait, which takes longer than the operation."""
     config = make_config(**chosen)
-    return EngineCore(config, executor_class(config.settings.executor)(config))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("STEPAHEAD_SYNC_CHECK", "error" if watched else "off")
+        return EngineCore(config, executor_class(config.settings.executor)(config))
 
 
 class Alone:
@@ -109,12 +112,12 @@ def check(engine: EngineCore, story_list: list[Story], seen: Seen, alone: Alone)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(stories(), engine_settings())
+@given(stories(), engine_settings(), st.integers(0, 7).map(lambda n: n == 7))
 @pytest.mark.timeout(900)
 def test_every_request_equals_itself_alone_in_sync_mode(
-    alone: Alone, story_list: list[Story], chosen: dict[str, Any]
+    alone: Alone, story_list: list[Story], chosen: dict[str, Any], watched: bool
 ) -> None:
-    engine = make_engine(**chosen)
+    engine = make_engine(watched=watched, **chosen)
     try:
         check(engine, story_list, play(engine, story_list), alone)
     finally:
@@ -124,7 +127,13 @@ def test_every_request_equals_itself_alone_in_sync_mode(
 @pytest.fixture(scope="module")
 def mp_engine() -> Iterator[EngineCore]:
     engine = make_engine(
-        executor="mp", block_size=4, num_kv_blocks=24, max_num_seqs=5, max_num_batched_tokens=16, step_ms=0.2
+        watched=True,
+        executor="mp",
+        block_size=4,
+        num_kv_blocks=24,
+        max_num_seqs=5,
+        max_num_batched_tokens=16,
+        step_ms=0.2,
     )
     yield engine
     engine.shutdown()

@@ -21,9 +21,10 @@ from .messages import (
     StepReply,
     WorkerReply,
 )
+from .trace import OUTPUT_COPY, Lane
 
 if TYPE_CHECKING:
-    from .device import Event
+    from .device import Event, TimedWork
     from .host_ring import Field, HostBuffer, RingEntry
 
 
@@ -73,7 +74,7 @@ class OutputLayout:
     prompt: LogprobFields | None = None
     prompt_parts: list[PromptPart] = field(default_factory=list)
 
-    def read(self, buffer: HostBuffer, start_ns: int, end_ns: int) -> StepOutput:
+    def read(self, buffer: HostBuffer, start_ns: int, end_ns: int, idle_ns: int) -> StepOutput:
         """Everything is copied out: the buffer serves another step afterwards."""
         n = len(self.num_sampled)
         return StepOutput(
@@ -84,6 +85,7 @@ class OutputLayout:
             prompt_logprobs=self._read_prompt(buffer),
             device_start_ns=start_ns,
             device_end_ns=end_ns,
+            device_idle_ns=idle_ns,
         )
 
     def _read_logprobs(self, n: int, buffer: HostBuffer) -> Logprobs | None:
@@ -109,17 +111,24 @@ class OutputLayout:
         ]
 
 
+@dataclass(frozen=True)
+class DeviceWork:
+    """A step's two parts on the device, and where to record when they ran. num_tokens: that the step computes."""
+
+    forward: TimedWork
+    sample: TimedWork
+    num_tokens: int
+    lane: Lane
+
+
 class AsyncOutput:
-    """The output of a step that may still be running.
+    """The output of a step that may still be running. copied: the event after its copy to the host."""
 
-    start, end: events before and after the step's work. copied: after its copy to the host.
-    """
-
-    def __init__(self, entry: RingEntry, layout: OutputLayout, start: Event, end: Event, copied: Event) -> None:
+    def __init__(self, entry: RingEntry, layout: OutputLayout, work: DeviceWork, copied: Event) -> None:
+        self.step_id = layout.step_id
         self._entry = entry
         self._layout = layout
-        self._start = start
-        self._end = end
+        self._work = work
         self._copied = copied
         self._output: StepOutput | None = None
 
@@ -130,9 +139,14 @@ class AsyncOutput:
         """
         if self._output is None:
             self._copied.wait(timeout)
-            times = self._start.time_ns(), self._end.time_ns()
-            self._output = self._layout.read(self._entry.outputs, *times)
+            start, forwarded = self._work.forward.times_ns()
+            sampling, end = self._work.sample.times_ns()
+            self._output = self._layout.read(self._entry.outputs, start, end, sampling - forwarded)
             self._entry.release()
+            if self._work.lane.enabled:
+                of_step = self.step_id, len(self._layout.num_sampled), self._work.num_tokens
+                self._work.lane.add("forward", start, forwarded, *of_step)
+                self._work.lane.add("sample", sampling, end, *of_step)
         return self._output
 
     def done(self) -> bool:
@@ -144,6 +158,7 @@ class WorkerAsyncOutputCopy(threading.Thread):
 
     send: called in this thread alone, which so owns the reply socket. on_start, on_stop: called in it
     first and last, to open and close that socket. What `send` or a hook raises ends the thread; `error` keeps it.
+    lane: its lane of the trace.
     """
 
     def __init__(
@@ -152,6 +167,7 @@ class WorkerAsyncOutputCopy(threading.Thread):
         rank: int,
         on_start: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
+        lane: Lane | None = None,
     ) -> None:
         super().__init__(name="WorkerAsyncOutputCopy", daemon=True)
         self.error: BaseException | None = None
@@ -159,6 +175,7 @@ class WorkerAsyncOutputCopy(threading.Thread):
         self._rank = rank
         self._on_start = on_start
         self._on_stop = on_stop
+        self._lane = lane or Lane(OUTPUT_COPY)
         self._queue: queue.SimpleQueue[AsyncOutput | WorkerReply | None] = queue.SimpleQueue()
 
     def put(self, item: AsyncOutput | WorkerReply) -> None:
@@ -177,7 +194,11 @@ class WorkerAsyncOutputCopy(threading.Thread):
                 self._on_start()
             try:
                 while (item := self._queue.get()) is not None:
-                    self._send(self._reply(item))
+                    self._lane.begin()
+                    reply = self._reply(item)
+                    self._send(reply)
+                    if isinstance(reply, StepReply):
+                        self._lane.end("push", reply.output.step_id)
                     # An output holds its step's host buffers: keep none while the queue is empty.
                     del item
             finally:
@@ -191,6 +212,8 @@ class WorkerAsyncOutputCopy(threading.Thread):
         if isinstance(item, (Ready, StepReply, CallReply, Failure)):
             return item
         try:
-            return StepReply(item.get_output())
+            output = item.get_output()
+            self._lane.end("wait", output.step_id)
+            return StepReply(output)
         except Exception as error:
             return failure(self._rank, error)

@@ -28,11 +28,20 @@ from importlib import import_module
 from .sockets import SocketDirectory, remove_all_directories
 
 # marshal and sys are built in: nothing in the current directory can stand in for them before sys.path is ours.
-_BOOTSTRAP = (
-    "import marshal, sys; sys.path[:] = marshal.load(sys.stdin.buffer); "
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    f"from {__name__} import child_main; child_main()"
-)
+_BOOTSTRAP = f"""\
+import marshal, sys
+try:
+    sys.path[:] = marshal.load(sys.stdin.buffer)
+except EOFError:  # the parent is gone before it said anything; what it made for the two of us goes too
+    import shutil
+    shutil.rmtree(sys.argv[-1], ignore_errors=True)
+    sys.exit(1)
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+from {__name__} import child_main
+child_main()
+"""
 
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -47,7 +56,11 @@ class ChildProcess:
 
     def __init__(self, main: str, label: str, message: bytes, directory: SocketDirectory) -> None:
         command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # the child inherits the mask, so that Ctrl-C cannot hit it before it has said that it ignores it
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         try:
             self.sentinel = _exit_descriptor(self._process)
@@ -122,6 +135,7 @@ def wait_readable(descriptors: Sequence[int], timeout: float | None) -> list[int
 def child_main() -> None:
     """Runs in the child: `python -c bootstrap label main parent_pid directory`."""
     faulthandler.enable()
+    threading.excepthook = _end_process
     _, _, main, parent_pid, directory = sys.argv
     SocketDirectory(directory)
     size = sys.stdin.buffer.read(8)
@@ -132,6 +146,13 @@ def child_main() -> None:
     _watch_parent(int(parent_pid))
     module, _, function = main.partition(":")
     sys.exit(getattr(import_module(module), function)(message))
+
+
+def _end_process(args: threading.ExceptHookArgs) -> None:
+    """A thread that died of an exception would look like a hang; the parent sees an exit at once."""
+    sys.__excepthook__(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _watch_parent(parent_pid: int) -> None:

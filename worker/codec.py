@@ -49,7 +49,7 @@ class Codec(Generic[T]):
         self._frame = memoryview(frames[1]) if len(frames) == 2 else memoryview(b"")
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CodecError(f"not a valid message: {error}") from error
         finally:
             self._frame = None
@@ -57,14 +57,16 @@ class Codec(Generic[T]):
     def _pack(self, value: Any) -> tuple[str, tuple[int, ...], int]:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}: only plain values and numpy arrays travel")
-        if value.dtype.str not in _DTYPES:
+        code = value.dtype.str
+        if code not in _DTYPES:
             raise TypeError(f"cannot send an array of {value.dtype}")
         offset = self._offset
         data = value.tobytes()
-        padding = -len(data) % _ALIGN
-        self._chunks.append(data + b"\0" * padding if padding else data)
-        self._offset = offset + len(data) + padding
-        return value.dtype.str, value.shape, offset
+        if data:
+            padding = -len(data) % _ALIGN
+            self._chunks.append(data + b"\0" * padding if padding else data)
+            self._offset = offset + len(data) + padding
+        return code, value.shape, offset
 
     def _unpack(self, expected: type, header: Any) -> Any:
         if expected is not np.ndarray:

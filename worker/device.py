@@ -34,6 +34,14 @@ class Event(ABC):
         """When the device passed it, on CLOCK_MONOTONIC. Only after wait()."""
 
 
+class TimedWork(ABC):
+    """Launched work of which the device notes when it ran."""
+
+    @abstractmethod
+    def times_ns(self) -> tuple[int, int]:
+        """(start, end) on CLOCK_MONOTONIC. Only after the wait() of an event recorded later."""
+
+
 class Device(ABC):
     """Methods that launch are called from one thread, the worker's main thread.
 
@@ -50,6 +58,10 @@ class Device(ABC):
         What `work` raises comes out of a later Event.wait (CPU: it has not run yet) or of this call
         (CUDA: `work` runs here, only its kernels run later).
         """
+
+    @abstractmethod
+    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+        """As launch."""
 
     @abstractmethod
     def record(self) -> Event:

@@ -12,7 +12,8 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from .device import Device, Event
+from ..errors import StepaheadError
+from .device import Device, Event, TimedWork
 
 _SWITCH_INTERVAL = 1e-4
 
@@ -53,6 +54,23 @@ class CpuEvent(Event):
         self._passed.set()
 
 
+class _CpuWork(TimedWork):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._times = (0, 0)
+
+    def __call__(self) -> None:
+        """Device thread, once."""
+        work, self._work = self._work, None
+        assert work is not None
+        start = time.monotonic_ns()
+        work()
+        self._times = start, time.monotonic_ns()
+
+    def times_ns(self) -> tuple[int, int]:
+        return self._times
+
+
 class CpuDevice(Device):
     """Work that raises poisons the device: what follows is skipped, and every later event carries the error."""
 
@@ -69,6 +87,11 @@ class CpuDevice(Device):
 
     def launch(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
+
+    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+        timed = _CpuWork(work)
+        self.launch(timed)
+        return timed
 
     def record(self) -> Event:
         event = CpuEvent()
@@ -99,9 +122,11 @@ class CpuDevice(Device):
     def _run(self) -> None:
         failure: _Failure | None = None
         while (item := self._queue.get()) is not None:
+            if self._closing and failure is None:
+                failure = _Failure(StepaheadError("the device was closed before this was run"), None)
             if isinstance(item, CpuEvent):
                 item.set(failure)
-            elif failure is None and not self._closing:
+            elif failure is None:
                 try:
                     item()
                 except BaseException as error:

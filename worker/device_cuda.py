@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .device import Device, Event
+from .device import Device, Event, TimedWork
 
 _POLL_SECONDS = 0.0005
 _CALIBRATIONS = 8
@@ -89,6 +89,15 @@ class CudaEvent(Event):
         return self._clock.time_ns(self._event)
 
 
+class _CudaWork(TimedWork):
+    def __init__(self, start: CudaEvent, end: CudaEvent) -> None:
+        self._start = start
+        self._end = end
+
+    def times_ns(self) -> tuple[int, int]:
+        return self._start.time_ns(), self._end.time_ns()
+
+
 class CudaDevice(Device):
     """Work runs on the calling thread, its kernels on the compute stream."""
 
@@ -105,6 +114,11 @@ class CudaDevice(Device):
     def launch(self, work: Callable[[], None]) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._compute):
             work()
+
+    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+        start = CudaEvent(self._compute, self._clock)
+        self.launch(work)
+        return _CudaWork(start, CudaEvent(self._compute, self._clock))
 
     def record(self) -> Event:
         return CudaEvent(self._compute, self._clock)

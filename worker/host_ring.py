@@ -100,11 +100,13 @@ class HostUpload:
 
 
 class RingEntry:
-    """One step's buffers. inputs: what the plan says. late: what is known only when it samples
+    """One step's buffers. inputs: what the plan says. requests: what new requests bring; grows with the longest
+    prompts seen. late: what is known only when it samples
     (grammar masks). outputs: where the device writes what goes back."""
 
     def __init__(self, device: Device, input_bytes: int, output_bytes: int) -> None:
         self.inputs = HostBuffer(device, input_bytes)
+        self.requests = HostBuffer(device, 0)
         self.late = HostBuffer(device, 0)
         self.outputs = HostBuffer(device, output_bytes)
         self.step_id: int | None = None
@@ -129,6 +131,6 @@ class HostRing:
             )
         self._next = (self._next + 1) % len(self._entries)
         entry.step_id = step_id
-        for buffer in (entry.inputs, entry.late, entry.outputs):
+        for buffer in (entry.inputs, entry.requests, entry.late, entry.outputs):
             buffer.clear()
         return entry

@@ -115,6 +115,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     sampled: int32 [n, k]; only the first num_sampled[i] entries of row i mean anything.
     num_sampled: int32 [n], 0 for rows that do not sample.
     device_start_ns, device_end_ns: CLOCK_MONOTONIC, when the device began and ended the step.
+    device_idle_ns: how long of that it stood still, between forward and a sampling that was launched late.
     """
 
     step_id: int
@@ -124,6 +125,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []
     device_start_ns: int = 0
     device_end_ns: int = 0
+    device_idle_ns: int = 0
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,10 @@ from ..errors import StepaheadError
 from ..kernels.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
 from ..kernels.post_update import post_update
 from ..kernels.prepare_inputs import prepare_inputs
-from .async_output import AsyncOutput, LogprobFields, OutputLayout
+from .async_output import AsyncOutput, DeviceWork, LogprobFields, OutputLayout
 from .attention import AttentionMetadata
 from .batch_state import Admissions, Appends, BatchState
-from .device import Device, Event
+from .device import Device, TimedWork
 from .host_ring import Field, HostBuffer, HostRing, HostUpload, RingEntry
 from .logprobs import DeviceLogprobs, prompt_logprobs
 from .messages import GrammarMasks, NewRequest, StepPlan
@@ -29,6 +29,7 @@ from .models.base import Model
 from .prompt_layout import PromptLayout, PromptTracker
 from .sampler import SampleLayout, Sampler, StagedGrammar
 from .sampling_state import SamplingState, StagedOptions
+from .trace import DEVICE, Lane
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,27 @@ class StartedStep:
     plan: StepPlan
     layout: StepLayout
     entry: RingEntry
-    start: Event
+    forward: TimedWork
     device_step: DeviceStep
 
 
 class ModelRunner:
-    """Calls come from one thread, alternating: execute, sample, execute, sample, ..."""
+    """Calls come from one thread, alternating: execute, sample, execute, ... lane: the trace's, for the device."""
 
     @torch.inference_mode()
     def __init__(
-        self, config: ResolvedConfig, device: Device, model: Model, num_blocks: int, max_model_len: int
+        self,
+        config: ResolvedConfig,
+        device: Device,
+        model: Model,
+        num_blocks: int,
+        max_model_len: int,
+        lane: Lane | None = None,
     ) -> None:
         settings = config.settings
         vocab_size = config.model.vocab_size
         self._device = device
+        self._lane = lane or Lane(DEVICE)
         self._model = model
         self._vocab_size = vocab_size
         self._block_size = settings.block_size
@@ -112,10 +120,10 @@ class ModelRunner:
         if plan.num_drafts.any():
             raise StepaheadError(f"step {plan.step_id} has draft tokens: this version verifies none")
         entry = self._ring.acquire(plan.step_id)
-        layout = self._lay_out(plan, entry.inputs)
-        start = self._device.record()
-        self._started = StartedStep(plan, layout, entry, start, DeviceStep())
-        self._device.launch(partial(self._forward, layout, self._started.device_step))
+        layout = self._lay_out(plan, entry)
+        device_step = DeviceStep()
+        forward = self._device.launch_timed(partial(self._forward, layout, device_step))
+        self._started = StartedStep(plan, layout, entry, forward, device_step)
 
     def sample(self, step_id: int, grammar: GrammarMasks | None) -> AsyncOutput:
         """Launches sampling of the step that execute started, and the copy to the host."""
@@ -127,15 +135,18 @@ class ModelRunner:
         if grammar is not None:
             staged_grammar = self._sampler.stage_grammar(grammar, layout.sampling, entry.late)
         results: list[torch.Tensor] = []
-        self._device.launch(partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results))
-        end = self._device.record()
+        sample = self._device.launch_timed(
+            partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results)
+        )
         output, fields = _lay_out_output(started)
         copied = self._device.copy_to_host(lambda: results, [entry.outputs.tensor(f) for f in fields])
-        return AsyncOutput(entry, output, started.start, end, copied)
+        work = DeviceWork(started.forward, sample, layout.num_tokens, self._lane)
+        return AsyncOutput(entry, output, work, copied)
 
-    def _lay_out(self, plan: StepPlan, buffer: HostBuffer) -> StepLayout:
+    def _lay_out(self, plan: StepPlan, entry: RingEntry) -> StepLayout:
         """Main thread. New requests first: what they ask is part of this step."""
-        requests = self._stage_requests(plan.new_requests) if plan.new_requests else None
+        buffer = entry.inputs
+        requests = self._stage_requests(plan.new_requests, entry.requests) if plan.new_requests else None
         query_start = np.zeros(len(plan.slots) + 1, np.int32)
         np.cumsum(plan.num_query, out=query_start[1:])
         return StepLayout(
@@ -153,10 +164,9 @@ class ModelRunner:
             upload=buffer.uploader(),
         )
 
-    def _stage_requests(self, requests: Sequence[NewRequest]) -> StagedRequests:
-        """Into a buffer of their own: they are as long as their prompts, and rare."""
+    def _stage_requests(self, requests: Sequence[NewRequest], buffer: HostBuffer) -> StagedRequests:
+        """Into a buffer of their own: they are as long as their prompts."""
         self._prompts.admit(requests)
-        buffer = HostBuffer(self._device, sum(4 * (len(r.token_ids) + len(r.blocks)) + 256 for r in requests) + 512)
         batch = self._batch.stage_admissions(requests, buffer)
         options = self._options.stage(requests, buffer)
         return StagedRequests(batch, options, buffer.uploader())

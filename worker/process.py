@@ -74,7 +74,9 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
         link.send(failure(start.rank, error))
         link.close()
         return 1
-    replies = WorkerAsyncOutputCopy(link.send, start.rank, on_start=link.open, on_stop=link.close)
+    replies = WorkerAsyncOutputCopy(
+        link.send, start.rank, on_start=link.open, on_stop=link.close, lane=worker.copy_lane
+    )
     replies.start()
     try:
         replies.put(ready)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import msgspec
 
 from ..config import ResolvedConfig
 from ..errors import StepaheadError
@@ -13,17 +16,24 @@ from .memory import kv_capacity
 from .messages import GrammarMasks, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
 from .parallel import ParallelGroup
+from .sync_check import make_runner
+from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
 
 
 class Worker:
     """Every method is called from one thread, and none of the step's waits for the device.
 
     Construction opens the device and loads the model. Raises: ConfigError.
+    copy_lane: of the trace, for the thread that waits for outputs.
     """
 
     def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
         self.rank = rank
         self._config = config
+        self._trace = Recorder(f"{WORKER} {rank}")
+        self._lane = self._trace.lane(WORKER)
+        self._device_lane = self._trace.lane(DEVICE)
+        self.copy_lane = self._trace.lane(OUTPUT_COPY)
         self._device = open_device(config.settings.device)
         self._runner: ModelRunner | None = None
         try:
@@ -39,18 +49,33 @@ class Worker:
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocates the KV pool and the per-request state. num_blocks: at most info().kv_blocks. max_model_len:
         in tokens. Waits; called once, before the first step."""
-        self._runner = ModelRunner(self._config, self._device, self._model, num_blocks, max_model_len)
+        self._runner = make_runner(
+            self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
+        )
 
     def execute_model(self, plan: StepPlan) -> None:
         """Prepares and launches the step up to its logits."""
+        self._lane.begin()
         self._ready_runner().execute(plan)
+        self._lane.end("prepare", plan.step_id)
 
     def sample_tokens(self, step_id: int, grammar: GrammarMasks | None) -> AsyncOutput:
         """Launches sampling of the step started last, and its copy to the host.
 
         Raises: StepaheadError when step_id is not that step.
         """
-        return self._ready_runner().sample(step_id, grammar)
+        self._lane.begin()
+        output = self._ready_runner().sample(step_id, grammar)
+        self._lane.end("launch", step_id)
+        return output
+
+    def start_profile(self) -> None:
+        """Records what the worker's threads and the device do, until stop_profile."""
+        self._trace.start()
+
+    def stop_profile(self) -> Any:
+        """Returns: a ProcessTrace in plain values."""
+        return msgspec.to_builtins(self._trace.stop())
 
     def shutdown(self) -> None:
         """Safe to call twice."""

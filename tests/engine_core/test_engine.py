@@ -8,6 +8,7 @@ import pytest
 from conversation import Story, play
 from paper_device import VOCAB, Done, PaperExecutor, generate_alone, next_token, paper_config
 from stepahead.engine_core.engine import EngineCore
+from stepahead.engine_core.messages import EngineRequest
 from stepahead.errors import ConfigError
 from stepahead.worker.messages import StepOutput
 
@@ -87,9 +88,13 @@ def test_a_chunk_that_does_not_finish_its_prompt_samples_nothing() -> None:
 
 
 def test_a_long_prompt_does_not_keep_running_requests_waiting() -> None:
-    engine = make_engine(max_num_batched_tokens=4)
-    play(engine, [Story(prompt=(1,), max_tokens=10), Story(prompt=tuple(range(12)), max_tokens=1, arrives=3)])
-    assert all(0 in plan.slots[:1] or plan.num_query[0] == 1 for plan in engine.executor.plans[:10])
+    """Older or younger: decodes come first, the prompt gets what they leave of each step."""
+    stories = [Story(prompt=(1,), max_tokens=20, priority=1), Story(prompt=tuple(range(30)), max_tokens=1, arrives=3)]
+    engine = make_engine(max_num_batched_tokens=4, scheduling_policy="priority")
+    play(engine, stories)
+    decode_slot = engine.executor.plans[0].slots[0]
+    assert all(decode_slot in plan.slots for plan in engine.executor.plans[:20])
+    assert all(plan.num_query.sum() == 4 for plan in engine.executor.plans[4:13])
 
 
 def test_a_prompt_wholly_in_the_cache_still_computes_a_token() -> None:
@@ -203,8 +208,8 @@ class EvenAfterOdd:
         self.structured = structured
         self.last: dict[int, int] = {}
 
-    def constrains(self, request_id: int) -> bool:
-        return request_id in self.structured
+    def constrains(self, request: EngineRequest) -> bool:
+        return request.request_id in self.structured
 
     def masks(self, request_ids: np.ndarray) -> np.ndarray:
         words = -(-VOCAB // 32)

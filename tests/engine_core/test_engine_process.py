@@ -214,6 +214,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return self._left > 0
 
+    def idle(self) -> None:
+        assert not self.has_work()
+
     def step(self) -> OutputBatch | None:
         self.log.append("step")
         self._left -= 1
@@ -270,3 +273,17 @@ def test_a_callable_in_the_inbox_may_end_the_loop_by_raising() -> None:
 
     with pytest.raises(RuntimeError, match="a worker is gone"):
         run_loop(ScriptedEngine(), check_health)
+
+
+def test_an_idle_loop_tells_the_engine_so_before_it_sleeps() -> None:
+    idle: list[int] = []
+
+    class Engine(ScriptedEngine):
+        def idle(self) -> None:
+            super().idle()
+            idle.append(len(self.log))
+
+    inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
+    inbox.put(request(1))
+    run_busy_loop(Engine(steps=2), inbox, lambda _: inbox.put(Stop()))  # type: ignore[arg-type]
+    assert idle == [0, 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,9 +72,7 @@ def test_byte_fallback_text_equals_decode_for_any_tokens_whose_bytes_spell_chara
 @settings(deadline=None, max_examples=200)
 def test_byte_fallback_keeps_every_character_that_broken_bytes_hold(data):
     """tokenizers' own decoder turns a whole run of byte tokens into U+FFFD when one is wrong; we need not."""
-    expected = "".join(
-        char if char != REPLACEMENT else REPLACEMENT for char in data.decode("utf-8", "replace")
-    ).replace(REPLACEMENT, "")
+    expected = data.decode("utf-8", "replace").replace(REPLACEMENT, "")
     text = "".join(stream(llama_like(), [1], [3 + byte for byte in data]))
     assert text.replace(REPLACEMENT, "") == expected
 
@@ -136,16 +132,3 @@ def test_the_window_does_not_hold_tokens_for_ever():
     window = WindowDetokenizer(tokenizer, [5], True)
     shown = "".join(window.push(stray) for _ in range(100))
     assert len(shown) > 50
-
-
-def test_detokenizing_costs_microseconds_a_token():
-    tokenizer = byte_level()
-    factory = DetokenizerFactory(tokenizer)
-    ids = tokenizer.encode(" ".join(TEXT)) * 50
-    for _ in range(2):
-        detokenizer = factory.make([5], True)
-        start = time.perf_counter()
-        for token_id in ids:
-            detokenizer.push(token_id)
-        per_token = (time.perf_counter() - start) / len(ids)
-    assert per_token < 5e-6

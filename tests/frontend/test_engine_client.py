@@ -65,11 +65,11 @@ def test_an_abort_ends_its_request_and_no_other() -> None:
     inbox.wait_for(lambda inbox: inbox.tokens[1])
     client.send(AbortRequests([1]))
     inbox.wait_for(lambda inbox: 2 in inbox.finished)
-    stats = client.call("stats")
+    stats = client.stats()
     client.close()
     assert inbox.tokens[2] == generate_alone((9, 9), 30, (), 512)
-    assert stats["running"] == 0
-    assert stats["free_blocks"] == stats["total_blocks"]
+    assert stats.running == 0
+    assert stats.free_blocks == stats.total_blocks
 
 
 def test_a_refused_request_is_told_why_and_the_engine_goes_on() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import httpx2 as httpx
+from types import SimpleNamespace
+
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -73,7 +74,7 @@ def test_being_offline_is_one_clear_line(monkeypatch, tmp_path):
     ],
 )
 def test_what_the_hub_answers_is_told(monkeypatch, error, words):
-    response = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1/"))
+    response = SimpleNamespace(status_code=404, headers={}, request=None)
 
     def refuse(name, **options):
         raise error("answer", response=response)

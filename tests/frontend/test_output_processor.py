@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import batch, fake_engine
-from small_tokenizers import TEXT, byte_level
+from small_tokenizers import byte_level
 from stepahead.engine_core.messages import FinishedRequest, RequestPromptLogprobs
 from stepahead.frontend.sampling_params import RequestOutputKind, SamplingParams
 from stepahead.worker.messages import Logprobs
@@ -235,14 +233,3 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text():
     (output,) = state.take_output().outputs
     assert (output.text, output.token_ids, output.logprobs[0][9].decoded_token) == ("", [9], None)
     engine.client.close()
-
-
-@pytest.mark.parametrize("stop", [None, ["###", "</answer>"]])
-def test_256_requests_cost_less_than_ten_microseconds_a_token(engine, stop):
-    ids = (encode(" ".join(TEXT)) * 3)[:80]
-    running = [submit(engine, name=str(i), stop=stop)[1][0] for i in range(256)]
-    batches = [batch([(engine_id, [token]) for engine_id in running]) for token in ids]
-    start = time.process_time()
-    for step in batches:
-        engine.outputs.process(step)
-    assert (time.process_time() - start) / (256 * len(ids)) < 10e-6

@@ -57,7 +57,9 @@ def play(engine: EngineCore, stories: Sequence[Story], max_turns: int = 20_000) 
         for request_id, story in enumerate(stories):
             if request_id not in started and (story.arrives == turn or not engine.has_work()):
                 started.add(request_id)
-                engine.add_request(story.message(request_id))
+                refusal = engine.add_request(story.message(request_id))
+                if refusal is not None:
+                    seen.finished[request_id] = refusal
             gone = request_id in seen.finished or request_id in seen.aborted
             if request_id in started and not gone and story.leaves is not None and turn >= story.leaves:
                 seen.aborted.add(request_id)

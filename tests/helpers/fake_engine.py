@@ -19,6 +19,7 @@ from stepahead.engine_core.messages import (
     FinishedRequest,
     OutputBatch,
 )
+from stepahead.engine_core.stats import EngineStats
 from stepahead.errors import EngineDeadError
 from stepahead.frontend.async_llm import AsyncLLM
 from stepahead.frontend.detokenizer import DetokenizerFactory
@@ -30,6 +31,7 @@ from stepahead.worker.model_config import ModelConfig
 
 INFO = EngineInfo(
     pid=1, worker_pids=[], device="cpu", num_kv_blocks=8, block_size=16, max_model_len=100,
+    max_model_len_from="the model",
     async_scheduling=True, async_reason="default; executor 'fake' supports it",
 )  # fmt: skip
 
@@ -80,9 +82,8 @@ class FakeClient:
                     self.live.pop(request_id, None)
             self._lock.notify()
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        assert method == "stats"
-        return {"device_busy": 0.5}
+    def stats(self) -> EngineStats:
+        return EngineStats(device_busy_ns=1, device_span_ns=2)
 
     def close(self) -> None:
         with self._lock:

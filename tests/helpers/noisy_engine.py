@@ -38,6 +38,7 @@ def main(message: bytes) -> int:
         num_kv_blocks=1,
         block_size=16,
         max_model_len=16,
+        max_model_len_from="the model",
         async_scheduling=False,
         async_reason="",
     )

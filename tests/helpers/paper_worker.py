@@ -28,6 +28,7 @@ from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.executor.uniproc import UniProcExecutor
 from stepahead.frontend.engine_client import EngineClient
 from stepahead.worker.messages import GrammarMasks, SamplingOptions, StepOutput, StepPlan, WorkerInfo
+from stepahead.worker.trace import OUTPUT_COPY, Lane
 
 
 class PaperOutput:
@@ -36,6 +37,10 @@ class PaperOutput:
     def __init__(self, output: StepOutput, delay: float) -> None:
         self._output = output
         self._ready_at = time.monotonic() + delay
+
+    @property
+    def step_id(self) -> int:
+        return self._output.step_id
 
     def get_output(self, timeout: float | None = None) -> StepOutput:
         remaining = self._ready_at - time.monotonic()
@@ -55,6 +60,7 @@ class PaperWorker:
         self.rank = rank
         self.delay = config.model.step_ms / 1000
         self.device = PaperExecutor(config)
+        self.copy_lane = Lane(OUTPUT_COPY)
 
     def info(self) -> WorkerInfo:
         blocks = self.device.config.settings.num_kv_blocks or 64

@@ -15,10 +15,10 @@ from stepahead.worker.attention import AttentionMetadata
 from stepahead.worker.device_cpu import CpuDevice
 from stepahead.worker.messages import GrammarMasks, NewRequest, SamplingOptions, StepOutput, StepPlan
 from stepahead.worker.model_config import ModelConfig
-from stepahead.worker.model_runner import ModelRunner
 from stepahead.worker.models.base import Model
 from stepahead.worker.models.hash_lm import HashLM
 from stepahead.worker.parallel import ParallelGroup
+from stepahead.worker.sync_check import make_runner
 
 VOCAB_SIZE = 97
 BLOCK_SIZE = 4
@@ -95,7 +95,7 @@ class StepDriver:
         self.config = config or make_config()
         self.device = device or CpuDevice()
         model = model or hash_model(self.config.model.step_ms)
-        self.runner = ModelRunner(self.config, self.device, model, num_blocks=256, max_model_len=MAX_LEN)
+        self.runner = make_runner(self.config, self.device, model, num_blocks=256, max_model_len=MAX_LEN)
         self.rows: dict[int, Row] = {}
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.outputs: list[StepOutput] = []

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepahead.kernels.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
 from stepahead.kernels.gumbel_sample import gumbel_sample
@@ -12,18 +11,7 @@ from stepahead.kernels.post_update import post_update
 from stepahead.kernels.prepare_inputs import prepare_inputs
 from stepahead.kernels.staged_write import staged_write
 from stepahead.kernels.top_k_top_p import mask_top_k_top_p_min_p
-
-READS_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-
-
-class Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        assert name not in READS_THE_DEVICE, f"{name} waits for the device"
-        if name.startswith("index"):
-            indices = [x for x in (args[1] if isinstance(args[1], (list, tuple)) else []) if x is not None]
-            assert all(x.dtype != torch.bool for x in indices), "a boolean mask waits for the device"
-        return func(*args, **(kwargs or {}))
+from stepahead.worker.sync_check import sync_check
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -52,14 +40,7 @@ def step() -> None:
     )
 
 
-def test_no_operation_of_a_step_waits_for_the_device():
-    step()
-    with Watch():
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_operation_of_a_step_waits_for_the_device(inference: bool) -> None:
+    with torch.inference_mode(inference), sync_check("error", torch.device("cpu")).watching():
         step()
-
-
-def test_the_watch_sees_a_wait():
-    with pytest.raises(AssertionError), Watch():
-        torch.ones(1).item()
-    with pytest.raises(AssertionError), Watch():
-        torch.ones(2)[torch.tensor([True, False])]

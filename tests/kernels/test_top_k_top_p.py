@@ -20,14 +20,26 @@ def slowly_kept(logits: list[float], top_k: int, top_p: float, min_p: float) -> 
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     order = [token for token in order[: top_k or len(logits)] if logits[token] > -math.inf]
     weights = {token: math.exp(logits[token] - logits[order[0]]) for token in order}
-    sure, possible, before = {order[0]}, {order[0]}, 0.0
-    for token in order:
-        for tokens, slack in ((sure, -1e-5), (possible, 1e-5)):
-            nucleus = top_p == 1.0 or before / sum(weights.values()) < top_p + slack
-            if nucleus and weights[token] >= min_p * (1 - slack):
-                tokens.add(token)
+    kept_for = {}
+    for slack in (-1e-5, 1e-5):
+        # A looser min-p leaves more for top-p to share among, so both ends of the rounding are tried for both.
+        kept_for[slack] = [
+            nucleus(order, weights, top_p + slack, min_p * (1 - other))
+            if top_p < 1.0
+            else {token for token in order if weights[token] >= min_p * (1 - other)}
+            for other in (-1e-5, 1e-5)
+        ]
+    return set.intersection(*kept_for[-1e-5]) | {order[0]}, set.union(*kept_for[1e-5]) | {order[0]}
+
+
+def nucleus(order: list[int], weights: dict[int, float], top_p: float, min_p: float) -> set[int]:
+    likely = [token for token in order if weights[token] >= min_p]
+    total, before, kept_tokens = sum(weights[token] for token in likely), 0.0, set()
+    for token in likely:
+        if before / total < top_p:
+            kept_tokens.add(token)
         before += weights[token]
-    return sure, possible
+    return kept_tokens
 
 
 LOGIT = st.one_of(st.floats(-20, 20, width=32), st.integers(-3, 3).map(float), st.just(-math.inf))
@@ -57,6 +69,7 @@ def test_kept_tokens_are_those_of_the_definition(logits, top_k, top_p, min_p):
         ({"min_p": 1.0}, [1]),
         ({"top_k": 2, "top_p": 0.6}, [1]),  # 0.5 of 0.8 is 0.625 of what top-k left
         ({"top_k": 3, "min_p": 0.35, "top_p": 0.9}, [1, 3]),
+        ({"min_p": 0.45, "top_p": 0.6}, [1]),  # top-p shares among what min-p left: 0.5 of 0.8
     ],
 )
 def test_each_limit_and_their_order(limits, tokens):

@@ -123,17 +123,18 @@ def test_a_whole_family_dies_with_its_ancestor(directory: SocketDirectory) -> No
 from stepahead.worker.child_process import ChildProcess
 from stepahead.worker.sockets import SocketDirectory
 code = '''
-import psutil, time
+import os, time
 from stepahead.worker.child_process import ChildProcess
 from stepahead.worker.sockets import SocketDirectory
 grandchild = ChildProcess("children:run", "grandchild", b"import time; time.sleep(60)", SocketDirectory())
+os.mkdir({directory.path!r} + "/grandchild-known")
 time.sleep(60)
 '''
 child = ChildProcess("children:run", "child", code.encode(), SocketDirectory({directory.path!r}))
 import psutil
-while not (family := psutil.Process(child.pid).children()):
+while not os.path.exists({directory.path!r} + "/grandchild-known"):
     time.sleep(0.01)
-say(child=child.pid, grandchild=family[0].pid)
+say(child=child.pid, grandchild=psutil.Process(child.pid).children()[0].pid)
 time.sleep(60)
 """
     )

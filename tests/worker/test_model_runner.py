@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from step_driver import (
     GREEDY,
@@ -24,7 +23,6 @@ from step_driver import (
 )
 from stepahead.errors import StepaheadError
 from stepahead.worker.attention import AttentionMetadata
-from stepahead.worker.device_cpu import CpuDevice
 from stepahead.worker.messages import GrammarMasks, SamplingOptions
 from stepahead.worker.models.base import KVCache
 from stepahead.worker.models.hash_lm import HashLM
@@ -151,9 +149,9 @@ class _SlowReader(HashLM):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
     ) -> torch.Tensor:
-        before = attention.query_start.tolist()
+        before = attention.query_start.numpy().tolist()
         time.sleep(0.02)
-        self.seen.append((before, attention.query_start.tolist()))
+        self.seen.append((before, attention.query_start.numpy().tolist()))
         return super().forward(input_ids, positions, kv_cache, attention)
 
 
@@ -274,41 +272,18 @@ def test_device_times_cover_the_forward_and_do_not_overlap() -> None:
 
 
 def test_the_main_thread_is_free_while_the_device_runs() -> None:
-    driver = StepDriver(make_config(step_ms=200))
+    driver = StepDriver(make_config(step_ms=1000))
     admit_all(driver)
     driver.start()
-    began = time.monotonic()
     driver.start()
-    assert time.monotonic() - began < 0.1
+    assert not driver.in_flight[0][0].done(), "the first step has not ended, yet the second is launched"
     driver.drain()
     driver.close()
 
 
-class _NoHostReads(TorchDispatchMode):
-    """On CUDA each of these operations makes the host wait for the device."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put_") else []
-        booleans = [i for i in indices if i is not None and i.dtype == torch.bool]
-        assert name not in self.WAITING, f"{name} reads a device value on the host"
-        assert not booleans, f"{name} with a boolean mask counts its values on the host"
-        return func(*args, **(kwargs or {}))
-
-
-class _CheckedDevice(CpuDevice):
-    def launch(self, work):  # type: ignore[no-untyped-def]
-        def checked() -> None:
-            with _NoHostReads():
-                work()
-
-        super().launch(checked)
-
-
-def test_no_launched_work_reads_a_device_value_on_the_host() -> None:
-    driver = StepDriver(device=_CheckedDevice())
+def test_nothing_of_a_step_reads_a_device_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "error")
+    driver = StepDriver()
     everything = SamplingOptions(
         seed=1, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1,
         min_tokens=3, stop_token_ids=[1, 2], logit_bias={3: 1.0}, allowed_token_ids=list(range(90)),
