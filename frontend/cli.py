@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .. import __version__
-from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, POLICIES, EngineConfig
+from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, LOG_LEVELS, POLICIES, EngineConfig
 from ..errors import EngineDeadError, StepaheadError
+from ..worker.logs import log_to_stderr
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -41,6 +42,7 @@ _CHOICES = {
     "load_format": LOAD_FORMATS,
     "device": DEVICES,
     "scheduling_policy": POLICIES,
+    "log_level": LOG_LEVELS,
 }
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -152,6 +154,8 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_OPTIONS])
+    if "log_level" in settings:
+        log_to_stderr("front end", settings["log_level"])
     stream = not arguments.json and len(arguments.prompt) == 1
     params = SamplingParams(
         max_tokens=arguments.max_tokens,

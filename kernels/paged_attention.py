@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ._numba import runs_in_numba
 from .paged_attention_decode import paged_attention_decode_triton
+from .paged_attention_decode_numba import paged_attention_decode_numba
 from .paged_attention_prefill import paged_attention_prefill_triton
 
 _GROUP_ELEMENTS = 1 << 19
@@ -38,7 +40,10 @@ def paged_attention(
     upper bounds. sliding_window: how many tokens a query sees, itself included; 0 for all.
     Returns [t, heads, d].
     """
-    function = paged_attention_triton if q.is_cuda else paged_attention_reference
+    if q.is_cuda:
+        function = paged_attention_triton
+    else:
+        function = paged_attention_numba if runs_in_numba(q, q.shape[2]) else paged_attention_reference
     return function(
         q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_query_len, max_seq_len, sliding_window
     )
@@ -70,6 +75,29 @@ def paged_attention_triton(
     return out
 
 
+def paged_attention_numba(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """Rows of one token by a kernel; chunks by torch, as in the reference."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    paged_attention_decode_numba(
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_seq_len, sliding_window, out
+    )
+    if max_query_len > 1:
+        window = sliding_window or max_seq_len
+        _attend_chunks(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
+    return out
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -96,9 +124,7 @@ def paged_attention_reference(
     for rows in _similar_lengths(singles, np.minimum(lens, window), keys_per_group):
         tokens = torch.from_numpy(starts[rows])
         _attend_singles(q, k_cache, v_cache, tables[rows], tokens, lens[rows], scale, window, out)
-    for row in np.flatnonzero((query_lens > 1) & (lens > 0)):
-        begin, end = int(starts[row]), int(starts[row + 1])
-        _attend_chunk(q[begin:end], k_cache, v_cache, tables[row], int(lens[row]), scale, window, out[begin:end])
+    _attend_chunks(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
     return out
 
 
@@ -145,6 +171,27 @@ def _attend_singles(
     queries = q.index_select(0, tokens).unflatten(1, (kv_heads, -1))
     result = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     out.index_copy_(0, tokens.long(), result.flatten(1, 2))
+
+
+def _attend_chunks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """The rows of several tokens, one after the other."""
+    starts, lens, tables = query_start.numpy(), seq_lens.numpy(), block_tables.numpy()
+    for row in np.flatnonzero(np.diff(starts) > 1):
+        begin, end = int(starts[row]), int(starts[row + 1])
+        if lens[row]:
+            _attend_chunk(q[begin:end], k_cache, v_cache, tables[row], int(lens[row]), scale, window, out[begin:end])
+        else:
+            out[begin:end] = 0.0
 
 
 def _attend_chunk(
