@@ -77,7 +77,7 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
-        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | CpuEvent | None] = queue.SimpleQueue()
         self._closing = False
         # A thread that wants the interpreter waits this long for one that computes. The default, 5 ms, is as
         # long as a whole step: the device would stand still while the main thread prepares, and the reverse.
