@@ -21,6 +21,7 @@ import msgspec
 from .. import __version__
 from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, LOG_LEVELS, POLICIES, EngineConfig
 from ..errors import EngineDeadError, StepaheadError
+from ..worker import standard_streams
 from ..worker.logs import log_to_stderr
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
@@ -57,6 +58,7 @@ _SIMPLE_TYPES: dict[str, type] = {"float": float, "int": int, "int | None": int,
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 when the engine failed, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a
     closed pipe, SIGTERM."""
+    standard_streams.open_missing()
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     try:
