@@ -61,7 +61,7 @@ class Device(ABC):
     name: str
 
     @abstractmethod
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         """Runs `work`'s device operations in order on the compute stream; does not wait for them.
 
         What `work` raises comes out of a later Event.wait (CPU: it has not run yet) or of this call
@@ -69,7 +69,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         """As launch."""
 
     @abstractmethod

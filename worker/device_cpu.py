@@ -52,8 +52,8 @@ class CpuEvent(Event):
 
 
 class _CpuWork(TimedWork):
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
         self._times = (0, 0)
 
     def __call__(self) -> None:
@@ -80,10 +80,10 @@ class CpuDevice(Device):
         self._thread = threading.Thread(target=self._run, name="stepahead-cpu-device", daemon=True)
         self._thread.start()
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         self._queue.put(work)
 
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         timed = _CpuWork(work)
         self.launch(timed)
         return timed

@@ -112,11 +112,11 @@ class CudaDevice(Device):
         torch.cuda.set_stream(self._compute)
         self._clock = CudaClock()
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._compute):
             work()
 
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         start = CudaEvent(self._compute, self._clock)
         self.launch(work)
         return _CudaWork(start, CudaEvent(self._compute, self._clock))
