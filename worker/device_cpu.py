@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import StepaheadError
-from .device import Device, Event, TimedWork
-
-_SWITCH_INTERVAL = 1e-4
+from .device import Device, Event, TimedWork, share_interpreter
 
 
 class _Failure:
@@ -79,9 +76,7 @@ class CpuDevice(Device):
         self.name = "cpu"
         self._queue: queue.SimpleQueue[Callable[[], object] | CpuEvent | None] = queue.SimpleQueue()
         self._closing = False
-        # A thread that wants the interpreter waits this long for one that computes. The default, 5 ms, is as
-        # long as a whole step: the device would stand still while the main thread prepares, and the reverse.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
+        share_interpreter()
         self._thread = threading.Thread(target=self._run, name="stepahead-cpu-device", daemon=True)
         self._thread.start()
 
