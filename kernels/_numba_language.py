@@ -196,9 +196,10 @@ def load(typingctx: Any, pointer: Any, index: Any) -> Any:
     """Elements index .. index + 16 as float32."""
 
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> Value:
+        pointer_value, index_value = values
         if pointer.dtype == types.float32:
-            return builder.load(vectors.lanes_at(builder, *values, FLOATS), align=4)
-        bits = builder.load(vectors.lanes_at(builder, *values, SHORTS), align=2)
+            return builder.load(vectors.lanes_at(builder, pointer_value, index_value, FLOATS), align=4)
+        bits = builder.load(vectors.lanes_at(builder, pointer_value, index_value, SHORTS), align=2)
         return vectors.from_bfloat16(builder, bits)
 
     return vector(pointer, index), build
