@@ -60,8 +60,8 @@ class NumbaKernel:
         _name_language(self.function.__globals__, nl)
         kind = nl.LaunchType(nl.ELEMENTS[_ELEMENTS[dtype]], constants)
         compiled = numba.cfunc(numba.types.void(kind), cache=True)(self.function)
-        entry = _Entry(compiled.address)
-        entry.keeps = compiled  # type: ignore[attr-defined]
+        entry: Any = _Entry(int(compiled.address or 0))
+        entry.keeps = compiled  # the machine code lives as long as this
         return entry
 
 

@@ -204,25 +204,64 @@ def _attend_chunk(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """One row. q, out: [query_len, heads, d]. table: [max_blocks]. Tiles of queries see only keys they need."""
+    """One row. q, out: [query_len, heads, d]. table: [max_blocks]."""
     _, block_size, kv_heads, dim = k_cache.shape
     computed = length - q.shape[0]
     first = max(computed + 1 - window, 0) // block_size
     blocks = torch.from_numpy(table[first : (length - 1) // block_size + 1])
     shape = -1, kv_heads, 1, dim
-    k = k_cache.index_select(0, blocks).view(shape).permute(1, 2, 0, 3)
-    v = v_cache.index_select(0, blocks).view(shape).permute(1, 2, 0, 3)
     queries = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     heads = -1, queries.shape[1], -1, -1
-    for begin in range(0, q.shape[0], _QUERY_TILE):
-        end = min(begin + _QUERY_TILE, q.shape[0])
+    k, v = (
+        cache.index_select(0, blocks).view(shape)[: length - first * block_size].permute(1, 2, 0, 3).expand(heads)
+        for cache in (k_cache, v_cache)
+    )
+    if window >= length:
+        target = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        target.copy_(_attend_past_and_own(queries, k, v, computed, scale))
+    else:
+        _attend_window(queries, k, v, computed, computed - first * block_size, scale, window, out)
+
+
+def _attend_past_and_own(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, computed: int, scale: float
+) -> torch.Tensor:
+    """q: [kv_heads, group, query_len, d]. k, v: [kv_heads, group, computed + query_len, d].
+
+    Without a mask, which costs more than the products: all of the past, and, causally, the row's own tokens. The two
+    are weighed by the sums of their softmaxes.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, own_weight = attend(q, k[:, :, computed:], v[:, :, computed:], 0.0, True, scale=scale)
+    if not computed:
+        return own
+    past, past_weight = attend(q, k[:, :, :computed], v[:, :, :computed], 0.0, False, scale=scale)
+    share = torch.sigmoid(past_weight - own_weight).unsqueeze(-1)
+    return torch.lerp(own.float(), past.float(), share).to(q.dtype)
+
+
+def _attend_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    computed: int,
+    before: int,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """Tiles of queries see only keys they need. before: how many of the keys belong to computed tokens."""
+    query_len = q.shape[2]
+    skipped = computed - before
+    for begin in range(0, query_len, _QUERY_TILE):
+        end = min(begin + _QUERY_TILE, query_len)
         low, high = max(computed + begin + 1 - window, 0), computed + end
-        keys = slice(low - first * block_size, high - first * block_size)
+        keys = slice(low - skipped, high - skipped)
         behind = np.arange(computed + begin, high)[:, None] - np.arange(low, high)
         result = F.scaled_dot_product_attention(
-            queries[:, :, begin:end],
-            k[:, :, keys].expand(heads),
-            v[:, :, keys].expand(heads),
+            q[:, :, begin:end],
+            k[:, :, keys],
+            v[:, :, keys],
             attn_mask=torch.from_numpy((behind >= 0) & (behind < window)),
             scale=scale,
         )

@@ -30,7 +30,6 @@ from typing import Any, Protocol
 
 OURS = "stepahead"
 PEERS = ("vllm", "transformers")
-MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 64
 _READY = "bench-reply:"
 """Begins the lines of an engine's process that are meant for us."""
@@ -43,6 +42,7 @@ def main() -> int:
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[64], help="tokens")
     parser.add_argument("--output-len", type=int, default=64, help="tokens")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="tokens, of every engine")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="may be given several times")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has vllm")
@@ -52,9 +52,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.engine:
         return serve(arguments)
-    longest = max(arguments.prompt_len) + arguments.output_len
-    if longest > MAX_MODEL_LEN or max(arguments.batch) > MAX_NUM_SEQS:
-        parser.error(f"at most {MAX_MODEL_LEN} tokens a request and {MAX_NUM_SEQS} requests")
+    if max(arguments.prompt_len) + arguments.output_len > arguments.max_model_len:
+        parser.error(f"prompt and output are longer than --max-model-len {arguments.max_model_len}")
+    if max(arguments.batch) > MAX_NUM_SEQS:
+        parser.error(f"--batch: at most {MAX_NUM_SEQS} requests at once")
     document = measure(arguments)
     if arguments.json:
         print(json.dumps(document))
@@ -151,7 +152,7 @@ class EngineProcess:
         self._name = name
         python = arguments.peer_python if name == "vllm" else sys.executable
         command = [python, os.path.abspath(__file__), arguments.model, "--engine", name, "--dtype", arguments.dtype]
-        command += ["--settings", json.dumps(arguments.settings)]
+        command += ["--max-model-len", str(arguments.max_model_len), "--settings", json.dumps(arguments.settings)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ready = self._answer()
 
@@ -213,11 +214,12 @@ def serve(arguments: argparse.Namespace) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     kinds: dict[str, Any] = {OURS: Stepahead, "vllm": Vllm, "transformers": Transformers}
-    engine = kinds[arguments.engine](arguments.model, arguments.dtype, arguments.settings)
+    engine = kinds[arguments.engine](arguments)
+    vocab_size = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     reply(engine.ready())
     for line in sys.stdin:
         question = json.loads(line)
-        prompts = make_prompts(question["batch"], question["prompt_len"], question["salt"])
+        prompts = make_prompts(question["batch"], question["prompt_len"], question["salt"], vocab_size)
         if question["method"] == "stream":
             reply(asyncio.run(engine.stream(prompts, question["output_len"])))
             continue
@@ -232,22 +234,23 @@ def reply(answer: dict[str, Any]) -> None:
     print(_READY + json.dumps(answer), flush=True)
 
 
-def make_prompts(batch: int, length: int, salt: int) -> list[list[int]]:
-    """Token ids. No two salts share a beginning."""
-    return [[(i * 7 + j * 13 + salt * 1009) % 40000 + 100 for j in range(length)] for i in range(batch)]
+def make_prompts(batch: int, length: int, salt: int, vocab_size: int) -> list[list[int]]:
+    """Token ids, none of the first hundred, where special tokens stand. Different salts begin differently."""
+    ids = min(40000, vocab_size - 100)
+    return [[(i * 7 + j * 13 + salt * 1009) % ids + 100 for j in range(length)] for i in range(batch)]
 
 
 class Stepahead:
     """Ours, through AsyncLLM."""
 
-    def __init__(self, model: str, dtype: str, settings: dict[str, Any]) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         began = time.perf_counter()
         from stepahead import AsyncLLM, SamplingParams
         from stepahead.frontend.sampling_params import RequestOutputKind
 
         self._params, self._kinds = SamplingParams, RequestOutputKind
-        limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
-        self._engine = AsyncLLM(model, dtype=dtype, **{**limits, **settings})
+        settings = {"max_model_len": arguments.max_model_len, "max_num_seqs": MAX_NUM_SEQS, **arguments.settings}
+        self._engine = AsyncLLM(arguments.model, dtype=arguments.dtype, **settings)
         asyncio.run(self._first_token())
         self._seconds = time.perf_counter() - began
 
@@ -307,11 +310,12 @@ class Stepahead:
 
 
 class Vllm:
-    def __init__(self, model: str, dtype: str, settings: dict[str, Any]) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         from vllm import LLM, SamplingParams
 
         self._params = SamplingParams
-        self._llm = LLM(model, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+        limits = {"max_model_len": arguments.max_model_len, "max_num_seqs": MAX_NUM_SEQS}
+        self._llm = LLM(arguments.model, dtype=arguments.dtype, **limits)
 
     def ready(self) -> dict[str, Any]:
         from vllm import __version__
@@ -327,12 +331,13 @@ class Vllm:
 
 
 class Transformers:
-    def __init__(self, model: str, dtype: str, settings: dict[str, Any]) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        dtype = getattr(torch, arguments.dtype)
+        self._model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
 
     def ready(self) -> dict[str, Any]:
         from transformers import __version__

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -16,8 +14,12 @@ from .models.base import Model
 
 def warm_up(device: Device, model: Model, block_size: int) -> None:
     """A prefill chunk of two tokens and a decode token, up to their logits. Waits. Raises: what a step raises."""
-    for query_len in (2, 1):
-        device.launch(partial(run_blank_step, model, device.torch_device, block_size, query_len, query_len))
+
+    def work() -> None:
+        for query_len in (2, 1):
+            run_blank_step(model, device.torch_device, block_size, query_len, query_len)
+
+    device.launch(work)
     device.record().wait()
 
 
