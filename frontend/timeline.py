@@ -43,9 +43,9 @@ def draw_timeline(windows: Sequence[Window], title: str, folder: Path) -> list[P
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing the timeline needs matplotlib: pip install 'stepahead[trace]'") from None
-    figure = Figure(figsize=(14, 3.75 * len(windows) + 1.1), layout="constrained")
+    figure = Figure(figsize=(14, 3.75 * len(windows) + 1.1))
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.06, w_pad=0.06, hspace=0.04)
+    figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.06, hspace=0.04)
     figure.suptitle(title, fontsize=16, fontweight="bold", x=0.008, ha="left")
     rows = figure.subfigures(len(windows), 1, squeeze=False)[:, 0]
     for row, window in zip(rows, windows, strict=True):
