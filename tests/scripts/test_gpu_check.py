@@ -38,7 +38,7 @@ def run(code: str, tmp_path: Path, seconds: float = 30, left: float = 60, name: 
 
 @pytest.mark.timeout(600)
 def test_every_section_of_our_own_works_on_a_cpu(tmp_path: Path) -> None:
-    names = ["machine", "kernels", "async_equals_sync", "no_host_sync", "parity", "decode_qwen3_0.6b"]
+    names = ["machine", "async_equals_sync", "no_host_sync", "decode_qwen3_0.6b"]
     command = ["bash", SCRIPTS / "gpu_check.sh", "--device", "cpu", "--quick", "--out", tmp_path / "out"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
