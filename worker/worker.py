@@ -20,7 +20,7 @@ from .model_runner import ModelRunner
 from .parallel import ParallelGroup
 from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
-from .warm_up import run_whole_steps, warm_up
+from .warm_up import run_whole_steps
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,7 @@ class Worker:
                 self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
             )
         with phase(logger, "compiling the kernels, or finding them compiled"):
-            warm_up(self._device, self._model, self._config.settings.block_size)
-            if self._device.torch_device.type == "cuda":  # where sampling and the batch's upkeep are compiled, too
-                run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
+            run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
 
     def execute_model(self, plan: StepPlan) -> None:
         """Prepares and launches the step up to its logits."""

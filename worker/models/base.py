@@ -27,7 +27,7 @@ class Model(Protocol):
         """input_ids: int32 [t]. positions: int64 [t]. Returns hidden states [t, hidden]."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [m, hidden]. Returns float32 [m, vocab_size]."""
+        """hidden: [m, hidden]. Returns [m, vocab_size], float32 or the model's dtype."""
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint tensor that load_weights wants, by name, with its whole shape; {} for none."""
