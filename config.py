@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from .errors import ConfigError
+from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig
 
 EXECUTORS = ("mp", "uni")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *CHECKPOINT_DTYPES)
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")

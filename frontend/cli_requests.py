@@ -29,7 +29,7 @@ def requests_of(arguments: argparse.Namespace) -> list[CommandRequest]:
     _check_texts(texts, arguments.chat, getattr(arguments, "skip_tokenizer_init", False))
     if ids and arguments.chat:
         raise InvalidRequestError("--chat puts text into a template: it cannot go with --prompt-token-ids")
-    prompts = [*texts, *ids]
+    prompts: list[str | list[int]] = [*texts, *ids]
     priorities = _priorities(arguments, len(prompts))
     return [CommandRequest(prompt, priority) for prompt, priority in zip(prompts, priorities, strict=True)]
 
