@@ -50,12 +50,12 @@ _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 class ChildProcess:
     """A child that runs `main(message)` and ignores Ctrl-C, which the terminal sends to the whole group.
 
-    main: "package.module:function", imported in the child. label: what `ps` shows. message: bytes for main.
-    directory: of the sockets that connect the two; the child removes it if the parent dies.
+    main: "package.module:function", imported in the child. label: what `ps` shows. message: bytes for main, or None
+    when tell() is to bring them. directory: of the sockets between the two; the child removes it if the parent dies.
     sentinel: a file descriptor that becomes readable when the child is gone.
     """
 
-    def __init__(self, main: str, label: str, message: bytes, directory: SocketDirectory) -> None:
+    def __init__(self, main: str, label: str, message: bytes | None, directory: SocketDirectory) -> None:
         command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the child inherits the mask, so that Ctrl-C cannot hit it before it has said that it ignores it
@@ -71,6 +71,11 @@ class ChildProcess:
         _children.add(self)
         assert self._process.stdin is not None
         self._lifeline = self._process.stdin
+        if message is not None:
+            self.tell(message)
+
+    def tell(self, message: bytes) -> None:
+        """What main waits for."""
         path = [str(entry) for entry in sys.path]
         with contextlib.suppress(BrokenPipeError):  # it died at once; the sentinel tells
             self._lifeline.write(marshal.dumps(path) + len(message).to_bytes(8, "little") + message)
@@ -110,10 +115,10 @@ class ChildProcess:
         os.close(self.sentinel)
 
 
-def stop_all(children: Sequence[ChildProcess], grace: float) -> None:
-    """Waits `grace` seconds for children told to stop, then SIGTERM, four more, SIGKILL. Closes them."""
-    for end_it, patience in ((None, grace), (ChildProcess.terminate, 4.0), (ChildProcess.kill, 5.0)):
-        deadline = time.monotonic() + patience
+def stop_all(children: Sequence[ChildProcess], grace: float, patience: float = 4.0) -> None:
+    """Waits `grace` seconds for children told to stop, then SIGTERM, `patience` more, SIGKILL. Closes them."""
+    for end_it, seconds in ((None, grace), (ChildProcess.terminate, patience), (ChildProcess.kill, 5.0)):
+        deadline = time.monotonic() + seconds
         alive = [child for child in children if not child.wait(0)]
         for child in alive:
             if end_it is not None:

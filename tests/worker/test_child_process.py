@@ -163,7 +163,8 @@ sys.exit(child.exit_reason() != "exited with code 0")
 
 def test_a_directory_made_by_a_child_lies_in_the_one_it_was_given(directory: SocketDirectory) -> None:
     """So whoever gave it removes both, also when the child was killed before anybody knew."""
-    child = start(directory, "from stepahead.worker.sockets import SocketDirectory; import os; SocketDirectory()")
+    code = "from stepahead.worker.sockets import SocketDirectory; import os; SocketDirectory(); os.kill(os.getpid(), 9)"
+    child = start(directory, code)
     assert child.wait(10)
     (made,) = os.listdir(directory.path)
     assert made.startswith("stepahead-")
