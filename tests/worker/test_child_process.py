@@ -14,7 +14,7 @@ import pytest
 
 from process_tools import UserScript, alive, nothing_left_behind, wait_until
 from stepahead.worker import child_process
-from stepahead.worker.child_process import ChildProcess, stop_all
+from stepahead.worker.child_process import ChildProcess, stop_all, with_huge_pages
 from stepahead.worker.sockets import SocketDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -189,3 +189,15 @@ os.kill(os.getpid(), 9)
     script.end()
     wait_until(lambda: not alive([child]), "the child gone")
     wait_until(lambda: not os.path.exists(directory.path), "the directory gone")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_child_asks_for_huge_pages_unless_the_user_decided(before, after):
+    assert with_huge_pages({"HOME": "/", **before}) == {"HOME": "/", "GLIBC_TUNABLES": after}
