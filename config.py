@@ -81,6 +81,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def output_rank(self) -> int:
+        """The rank whose tokens count: tensor rank 0 of the last pipeline stage."""
+        return self.world_size - self.tensor_parallel_size
+
 
 class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What travels to the engine core and the workers: nothing in it is "auto" except the device,
@@ -178,5 +183,7 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
     if config.step_timeout <= 0:
         raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 seconds")
-    if config.world_size > 1:
-        raise ConfigError(f"world size {config.world_size}: this version runs on one device")
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: this version has one stage")
+    if config.world_size > 1 and config.executor == "uni":
+        raise ConfigError(f"executor 'uni' runs one rank, not {config.world_size}: use 'mp'")

@@ -157,6 +157,7 @@ class MultiprocExecutor(Executor):
                 worker_class=worker_class,
                 plans=plans,
                 replies=replies,
+                rendezvous=f"file://{self._directory.path}/ranks",
             )
             message = msgspec.msgpack.encode(start)
             self._workers.append(ChildProcess(WORKER_MAIN, f"stepahead-worker-{rank}", message, self._directory))

@@ -158,7 +158,8 @@ class WorkerAsyncOutputCopy(threading.Thread):
 
     send: called in this thread alone, which so owns the reply socket. on_start, on_stop: called in it
     first and last, to open and close that socket. What `send` or a hook raises ends the thread; `error` keeps it.
-    lane: its lane of the trace.
+    lane: its lane of the trace. tells_tokens: False on ranks other than the output rank: they wait for their steps, and
+    report what fails, but their results are everybody's.
     """
 
     def __init__(
@@ -168,8 +169,10 @@ class WorkerAsyncOutputCopy(threading.Thread):
         on_start: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         lane: Lane | None = None,
+        tells_tokens: bool = True,
     ) -> None:
         super().__init__(name="WorkerAsyncOutputCopy", daemon=True)
+        self._tells_tokens = tells_tokens
         self.error: BaseException | None = None
         self._send = send
         self._rank = rank
@@ -196,7 +199,8 @@ class WorkerAsyncOutputCopy(threading.Thread):
                 while (item := self._queue.get()) is not None:
                     self._lane.begin()
                     reply = self._reply(item)
-                    self._send(reply)
+                    if self._tells_tokens or not isinstance(reply, StepReply):
+                        self._send(reply)
                     if isinstance(reply, StepReply):
                         self._lane.end("push", reply.output.step_id)
                     # An output holds its step's host buffers: keep none while the queue is empty.

@@ -41,6 +41,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     worker_class: str
     plans: str
     replies: str
+    rendezvous: str = ""
 
 
 def main(message: bytes) -> int:
@@ -67,7 +68,7 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
     try:
         from .async_output import WorkerAsyncOutputCopy
 
-        worker = make_worker(start.worker_class, start.config, start.rank)
+        worker = make_worker(start.worker_class, start.config, start.rank, start.rendezvous)
         ready = Ready(worker.info())
     except Exception as error:
         link.open()
@@ -75,7 +76,12 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
         link.close()
         return 1
     replies = WorkerAsyncOutputCopy(
-        link.send, start.rank, on_start=link.open, on_stop=link.close, lane=worker.copy_lane
+        link.send,
+        start.rank,
+        on_start=link.open,
+        on_stop=link.close,
+        lane=worker.copy_lane,
+        tells_tokens=start.rank == start.config.settings.output_rank,
     )
     replies.start()
     try:
@@ -114,9 +120,9 @@ def serve(
                 replies.put(failure(rank, error))
 
 
-def make_worker(worker_class: str, config: ResolvedConfig, rank: int) -> Worker:
+def make_worker(worker_class: str, config: ResolvedConfig, rank: int, rendezvous: str = "") -> Worker:
     module, _, name = worker_class.partition(":")
-    return getattr(import_module(module), name)(config, rank)
+    return getattr(import_module(module), name)(config, rank, rendezvous)
 
 
 def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | None) -> Any:

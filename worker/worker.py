@@ -11,11 +11,11 @@ from ..config import ResolvedConfig
 from ..errors import StepaheadError
 from .async_output import AsyncOutput
 from .device import open_device
+from .distributed import join_ranks, leave_ranks
 from .loader import load_model
 from .memory import kv_capacity
 from .messages import GrammarMasks, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
-from .parallel import ParallelGroup
 from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
 
@@ -24,20 +24,22 @@ class Worker:
     """Every method is called from one thread, and none of the step's waits for the device.
 
     Construction opens the device and loads the model. Raises: ConfigError.
+    rendezvous: where the ranks of one model find each other; unused with one rank.
     copy_lane: of the trace, for the thread that waits for outputs.
     """
 
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         self.rank = rank
         self._config = config
         self._trace = Recorder(f"{WORKER} {rank}")
         self._lane = self._trace.lane(WORKER)
         self._device_lane = self._trace.lane(DEVICE)
         self.copy_lane = self._trace.lane(OUTPUT_COPY)
-        self._device = open_device(config.settings.device)
+        self._device = open_device(config.settings.device, rank)
         self._runner: ModelRunner | None = None
         try:
-            self._model = load_model(config, self._device.torch_device, ParallelGroup())
+            group = join_ranks(config, rank, self._device.torch_device, rendezvous)
+            self._model = load_model(config, self._device.torch_device, group)
             self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model)
         except BaseException:
             self._device.close()
@@ -80,6 +82,7 @@ class Worker:
     def shutdown(self) -> None:
         """Safe to call twice."""
         self._device.close()
+        leave_ranks()
 
     def _ready_runner(self) -> ModelRunner:
         if self._runner is None:

@@ -56,7 +56,7 @@ class PaperOutput:
 class PaperWorker:
     """delay: seconds a step takes on the device, from the model's step_ms."""
 
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         self.rank = rank
         self.delay = config.model.step_ms / 1000
         self.device = PaperExecutor(config)
@@ -97,29 +97,29 @@ class PaperWorker:
 
 
 class BadWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         raise RuntimeError("this worker cannot start")
 
 
 class HalfBadWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         if rank == 1:
             raise RuntimeError("this worker cannot start")
         time.sleep(60)
 
 
 class RefusingWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         raise ConfigError("model='nowhere': no such folder")
 
 
 class DyingWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         os._exit(7)
 
 
 class SlowWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: str = "") -> None:
         time.sleep(60)
 
 
