@@ -16,6 +16,7 @@ LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_LONGEST_TIMEOUT = 1e9
 
 
 HELP = {
@@ -159,6 +160,12 @@ def resolve_async_scheduling(config: EngineConfig, executor_supports: bool) -> t
 
 
 def _check_ranges(config: EngineConfig) -> None:
+    for name in EngineConfig.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{name}={value}: must be a 64-bit number")
+    if config.max_model_len == 1:
+        raise ConfigError("max_model_len=1: must be at least 2, a token of a prompt and one to generate")
     at_least_one = (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
         "num_kv_blocks", "tensor_parallel_size", "pipeline_parallel_size",
@@ -181,9 +188,7 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"block_size={config.block_size}: must be a power of two, 256 at most")
     if config.max_logprobs < 0:
         raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
-    if config.step_timeout <= 0:
-        raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 seconds")
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: this version has one stage")
+    if not 0 < config.step_timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 and at most {_LONGEST_TIMEOUT:g}")
     if config.world_size > 1 and config.executor == "uni":
         raise ConfigError(f"executor 'uni' runs one rank, not {config.world_size}: use 'mp'")

@@ -24,7 +24,7 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError, StepaheadError, WorkerError
 from ..executor.registry import executor_class
 from ..worker.codec import Codec, CodecError, require_plain
-from ..worker.logs import log_to_stderr
+from ..worker.logs import log_to_stderr, phase
 from ..worker.sockets import SIGNAL_CHECK_MS, open_socket
 from .messages import (
     AbortRequests,
@@ -101,9 +101,11 @@ def _serve(start: EngineStart, links: _Links) -> int:
 def _start_engine(config: ResolvedConfig) -> EngineCore:
     from .engine import EngineCore
 
-    executor = executor_class(config.settings.executor)(config)
+    with phase(logger, "starting the workers"):
+        executor = executor_class(config.settings.executor)(config)
     try:
-        return EngineCore(config, executor)
+        with phase(logger, "preparing the workers for the first step"):
+            return EngineCore(config, executor)
     except BaseException:
         executor.shutdown()
         raise

@@ -345,7 +345,7 @@ class Scheduler:
                 request.prompt_logprobs_sent = True
                 self._num_owing_logprobs -= 1
                 if request.prompt_logprobs:
-                    taken.append(RequestPromptLogprobs(request.request_id, _concatenate(request.prompt_logprobs)))
+                    taken.append(RequestPromptLogprobs(request.request_id, _whole_prompt(request)))
                     request.prompt_logprobs.clear()
         return taken
 
@@ -390,9 +390,11 @@ def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:
     return Logprobs(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
 
 
-def _concatenate(parts: list[Logprobs]) -> Logprobs:
+def _whole_prompt(request: Request) -> Logprobs:
+    """Of its chunks, each of which is as wide as the widest that any row of its step asked for."""
+    parts, width = request.prompt_logprobs, 1 + (request.message.options.prompt_logprobs or 0)
     return Logprobs(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.token_ids[:, :width] for part in parts]),
+        np.concatenate([part.logprobs[:, :width] for part in parts]),
         np.concatenate([part.ranks for part in parts]),
     )

@@ -56,10 +56,10 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, config: ResolvedConfig, worker_class: str = WORKER_CLASS) -> None:
         super().__init__(config)
-        self._directory = SocketDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = open_socket(self._context, zmq.ROUTER)
         self._replies = open_socket(self._context, zmq.PULL)
+        self._directory = SocketDirectory()
         self._rpc_codec: Codec[WorkerRpc] = Codec(WorkerRpc)
         self._reply_codec: Codec[WorkerReply] = Codec(WorkerReply)
         self._workers: list[ChildProcess] = []

@@ -18,7 +18,7 @@ def executor_class(name: str) -> type[Executor]:
         raise ConfigError(f"executor={name!r}: must be one of {', '.join(_HOME)}, or package.module:Class")
     try:
         found = getattr(import_module(module, __package__), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"executor={name!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise ConfigError(f"executor={name!r} is not a subclass of stepahead.executor.base.Executor")

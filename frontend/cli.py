@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .. import __version__
-from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, POLICIES, EngineConfig
+from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, LOG_LEVELS, POLICIES, EngineConfig
 from ..errors import EngineDeadError, StepaheadError
+from ..worker import standard_streams
+from ..worker.logs import log_to_stderr
 from .generation_report import GenerationReport
 from .outputs import RequestMetrics
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -41,6 +43,7 @@ _CHOICES = {
     "load_format": LOAD_FORMATS,
     "device": DEVICES,
     "scheduling_policy": POLICIES,
+    "log_level": LOG_LEVELS,
 }
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -55,6 +58,7 @@ _SIMPLE_TYPES: dict[str, type] = {"float": float, "int": int, "int | None": int,
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 when the engine failed, 2 for an error of the user's, 130, 141 or 143 after SIGINT, a
     closed pipe, SIGTERM."""
+    standard_streams.open_missing()
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -152,6 +156,8 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_OPTIONS])
+    if "log_level" in settings:
+        log_to_stderr("front end", settings["log_level"])
     stream = not arguments.json and len(arguments.prompt) == 1
     params = SamplingParams(
         max_tokens=arguments.max_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 from ..config import EngineConfig, ResolvedConfig, parse_settings, resolve
 from ..engine_core.messages import EngineMessage
 from ..executor.registry import executor_class
+from ..worker.logs import phase
 from ..worker.model_config import read_model_config
 from .detokenizer import DetokenizerFactory
 from .engine_client import EngineClient
@@ -21,6 +23,8 @@ from .output_processor import OutputProcessor
 from .profile import Profile, parse_processes, write_trace
 from .request_processing import RequestProcessor
 from .tokenizer import check_tokenizer_files, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,7 +62,8 @@ def start_engine(model: str, settings: dict[str, Any], on_message: Callable[[Eng
     loading = _TokenizerLoad(tokenizer_folder)
     client: EngineClient | None = None
     try:
-        client = EngineClient(resolved, on_message)
+        with phase(logger, "the engine core and its workers"):
+            client = EngineClient(resolved, on_message)
         tokenizer = loading.result()
         requests = RequestProcessor(resolved, client.info, tokenizer)
         outputs = OutputProcessor(None if tokenizer is None else DetokenizerFactory(tokenizer))
@@ -95,7 +100,8 @@ class _TokenizerLoad:
     def _run(self) -> None:
         assert self._folder is not None
         try:
-            self._tokenizer = load_tokenizer(self._folder)
+            with phase(logger, "loading the tokenizer, beside the engine"):
+                self._tokenizer = load_tokenizer(self._folder)
         except Exception as error:
             self._error = error
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
 from ..engine_core.stats import EngineStats
@@ -278,6 +280,10 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or many, as a list. A list of whole numbers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "iu":
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(f"prompts={prompts!r}: must be a prompt or a list of prompts")
     many = list(prompts)
     if many and all(isinstance(item, int) for item in many):
         return [many]  # type: ignore[list-item]  # ints only, as just seen

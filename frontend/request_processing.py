@@ -21,6 +21,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may hold "cache_salt"."""
 
 
+_PRIORITIES = 2**63
+
+
 @dataclass
 class PreparedRequest:
     """A user's request that passed every check. engine_requests: one per sequence (params.n)."""
@@ -59,11 +62,13 @@ class RequestProcessor:
             raise InvalidRequestError(f"sampling_params={params!r}: must be a SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority={priority!r}: must be a whole number")
+        if not -_PRIORITIES <= priority < _PRIORITIES:
+            raise InvalidRequestError(f"priority={priority}: must be from -2**63 to 2**63 - 1")
         params.verify()
         parsed = self._parse(prompt, add_special_tokens)
         num_prompt = self._check_length(len(parsed.token_ids))
         room = self._max_model_len - num_prompt
-        options = self._options(params)
+        options = self._options(params, room)
         tokens = np.asarray(parsed.token_ids, np.int32)
         requests = []
         for index in range(params.n):
@@ -91,6 +96,7 @@ class RequestProcessor:
             text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
             if not isinstance(salt, str):
                 raise InvalidRequestError(f"cache_salt={salt!r}: must be a string")
+            _check_text("cache_salt", salt)
         elif isinstance(prompt, str):
             text = prompt
         else:
@@ -104,6 +110,7 @@ class RequestProcessor:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError("a text prompt needs a tokenizer (skip_tokenizer_init=True): give token ids")
+        _check_text("prompt or bad word", text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt_ids(self, ids: Any) -> list[int]:
@@ -132,8 +139,11 @@ class RequestProcessor:
             )
         return num_prompt
 
-    def _options(self, params: SamplingParams) -> SamplingOptions:
-        """What all sequences of a request share. A greedy one needs no filters: its maximum is in any of them."""
+    def _options(self, params: SamplingParams, room: int) -> SamplingOptions:
+        """What all sequences of a request share. A greedy one needs no filters: its maximum is in any of them.
+
+        room: tokens it can generate at most.
+        """
         if params.stop_strings and self._tokenizer is None:
             raise InvalidRequestError(f"stop={params.stop!r}: stop strings need a tokenizer")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -150,7 +160,7 @@ class RequestProcessor:
             repetition_penalty=float(params.repetition_penalty),
             presence_penalty=float(params.presence_penalty),
             frequency_penalty=float(params.frequency_penalty),
-            min_tokens=params.min_tokens,
+            min_tokens=min(params.min_tokens, room),
             stop_token_ids=sorted(stops),
             logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
             allowed_token_ids=None if params.allowed_token_ids is None else sorted(set(params.allowed_token_ids)),
@@ -185,3 +195,13 @@ class RequestProcessor:
                 if ids and ids not in found:
                     found.append(ids)
         return found
+
+
+def _check_text(what: str, text: str) -> None:
+    """A str may hold half a surrogate pair: a command line that was not UTF-8 does. No tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{what} {text!r:.80}: character {error.start} is half a surrogate pair, which is no text"
+        ) from None

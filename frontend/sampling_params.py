@@ -12,6 +12,9 @@ from ..errors import InvalidRequestError
 
 _GREEDY_BELOW = 1e-5
 _MAX_SEED = 2**63 - 1
+_EXTREME = 1e6
+"""Far more than anyone means, and far less than makes float32 logits overflow: an infinity times 0, or less another,
+is no number, and no mask holds it back."""
 
 
 class RequestOutputKind(Enum):
@@ -80,12 +83,12 @@ class SamplingParams:
 
     def verify(self) -> None:
         """Checks every field alone and against the others. Raises: InvalidRequestError."""
-        _check_float("temperature", self.temperature, 0, math.inf)
+        _check_float("temperature", self.temperature, 0, _EXTREME)
         _check_float("top_p", self.top_p, 0, 1, above=True)
         _check_float("min_p", self.min_p, 0, 1)
         _check_float("presence_penalty", self.presence_penalty, -2, 2)
         _check_float("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_float("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 1 / _EXTREME, _EXTREME)
         _check_int("n", self.n, 1)
         _check_int("top_k", self.top_k, -1)
         _check_int("min_tokens", self.min_tokens, 0)
@@ -134,7 +137,7 @@ class SamplingParams:
 
 def _check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
     """above: whether `low` itself is out of range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise InvalidRequestError(f"{name}={value!r}: must be a finite number")
     if low < value <= high or (value == low and not above):
         return
@@ -144,6 +147,13 @@ def _check_float(name: str, value: Any, low: float, high: float, above: bool = F
     if high != math.inf:
         limits.append(f"at most {high}")
     raise InvalidRequestError(f"{name}={value}: must be {' and '.join(limits)}")
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def _check_int(name: str, value: Any, least: int) -> None:

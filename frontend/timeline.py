@@ -43,9 +43,9 @@ def draw_timeline(windows: Sequence[Window], title: str, folder: Path) -> list[P
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing the timeline needs matplotlib: pip install 'stepahead[trace]'") from None
-    figure = Figure(figsize=(14, 3.75 * len(windows) + 1.1), layout="constrained")
+    figure = Figure(figsize=(14, 3.75 * len(windows) + 1.1))
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.06, w_pad=0.06, hspace=0.04)
+    figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.06, hspace=0.04)
     figure.suptitle(title, fontsize=16, fontweight="bold", x=0.008, ha="left")
     rows = figure.subfigures(len(windows), 1, squeeze=False)[:, 0]
     for row, window in zip(rows, windows, strict=True):
@@ -61,7 +61,7 @@ def _draw_run(row: Any, window: Window) -> None:
     mode, whole = window.profile.mode, window.whole
     idle, length = window.idle_ns / 1e6, window.length_ns / 1e6
     row.suptitle(f"{mode}   {_HEADLINES[mode]}", fontsize=13, fontweight="bold", x=0.008, ha="left")
-    wide, zoomed = row.subplots(1, 2, width_ratios=(1.7, 1))
+    wide, zoomed = row.subplots(1, 2, width_ratios=(1.45, 1))
     zoom_start, zoom_end = window.zoom_ns
     _Panel(wide, window, window.start_ns, window.end_ns).draw(lane_names=True)
     _Panel(zoomed, window, zoom_start, zoom_end).draw(lane_names=False)
@@ -145,9 +145,14 @@ class _Panel:
         if span.name == "wait":
             self._axes.plot([start, end], [row, row], color=colour, linewidth=2.5, alpha=0.5, solid_capstyle="butt")
             return
-        size = 12.0 if lane == DEVICE else 8.5
         number = str(span.step_id)
-        text = self._fitting(end - start, size, f"{span.name} {number}", f"{span.name}\n{number}", number)
+        texts = f"{span.name} {number}", f"{span.name}\n{number}"
+        text, size = "", 12.0
+        if lane == DEVICE:
+            text = self._fitting(end - start, size, *texts)
+        if not text:
+            size = 8.5
+            text = self._fitting(end - start, size, *texts, number)
         edge = "white" if text else colour  # a white edge would hide a narrow bar
         self._axes.barh(row, end - start, left=start, height=_HEIGHT, color=colour, edgecolor=edge, linewidth=0.7)
         self._axes.text(

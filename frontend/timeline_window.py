@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -43,7 +43,7 @@ class Window:
 
 
 def windows_of(profiles: Sequence[Profile], num_requests: int) -> list[Window]:
-    """A window of each run, all equally long, where its device idled about as much as it does over the whole run.
+    """A typical window of each run, all equally long.
 
     Raises: ConfigError when a run has too few steady steps.
     """
@@ -54,25 +54,36 @@ def windows_of(profiles: Sequence[Profile], num_requests: int) -> list[Window]:
                 f"the {profile.mode} run has {len(steps)} steps in which all {num_requests} requests decode, "
                 f"a picture needs {2 * PERIODS}: raise --max-tokens"
             )
-    period = max(_median(b.start_ns - a.start_ns for a, b in pairwise(steps)) for steps in steady)
-    gap = max(_median(b.start_ns - a.end_ns for a, b in pairwise(steps)) for steps in steady)
-    zoom = min(period // 2, 2 * gap)
-    return [_typical(profile, steps, PERIODS * period, zoom) for profile, steps in zip(profiles, steady, strict=True)]
+    length = PERIODS * max(map(_period, steady))
+    zoom = min(length // PERIODS // 2, 2 * max(map(_gap, steady)))
+    return [_typical(profile, steps, length, zoom) for profile, steps in zip(profiles, steady, strict=True)]
 
 
 def _typical(profile: Profile, steps: list[DeviceStep], length: int, zoom: int) -> Window:
-    use = device_use(steps)
-    candidates = []
+    """Of those that begin shortly before a step: the one most like the others in idle time and in number of steps."""
+    use, windows = device_use(steps), []
     for first in steps:
         start = first.start_ns - length // 50
         inside = [s for s in steps if s.end_ns > start and s.start_ns < start + length]
-        if steps[0].start_ns <= start and start + length <= steps[-1].end_ns:
-            middle = inside[len(inside) // 2].end_ns - zoom // 5
-            candidates.append(Window(profile, start, start + length, (middle, middle + zoom), inside, use))
-    if not candidates:  # a step far longer than the median
+        if len(inside) >= PERIODS and steps[0].start_ns <= start and start + length <= steps[-1].end_ns:
+            windows.append(Window(profile, start, start + length, _zoom(inside, _gap(steps), zoom), inside, use))
+    if not windows:
         raise ConfigError(f"the {profile.mode} run is too uneven for a picture: raise --max-tokens")
-    return min(candidates, key=lambda window: abs(window.idle_ns / length - (1 - use.busy)))
+    idle, count = median(w.idle_ns for w in windows), median(len(w.steps) for w in windows)
+    return min(windows, key=lambda w: abs(w.idle_ns - idle) / length + abs(len(w.steps) - count) / count)
 
 
-def _median(values: Iterable[int]) -> int:
-    return round(median(values))
+def _zoom(steps: Sequence[DeviceStep], typical_gap: int, length: int) -> tuple[int, int]:
+    """Around the end of the step whose gap to the next is the most typical, in the middle if there are several."""
+    middle = len(steps) // 2
+    inner = sorted(pairwise(steps[1:-1]), key=lambda pair: abs(pair[0].step_id - steps[middle].step_id))
+    end = min(inner, key=lambda pair: abs(pair[1].start_ns - pair[0].end_ns - typical_gap))[0].end_ns
+    return end - length // 5, end - length // 5 + length
+
+
+def _period(steps: Sequence[DeviceStep]) -> int:
+    return round(median(b.start_ns - a.start_ns for a, b in pairwise(steps)))
+
+
+def _gap(steps: Sequence[DeviceStep]) -> int:
+    return round(median(b.start_ns - a.end_ns for a, b in pairwise(steps)))

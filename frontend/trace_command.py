@@ -22,6 +22,8 @@ _PROMPT_IDS = [2, 3, 5, 7]
 """For a model without a tokenizer."""
 
 _WARM_UP_TOKENS = 4
+_ALIKE = 1.25
+"""Both runs have the same work for the device: its steps differ by no more than this factor on a machine at rest."""
 
 
 def run_trace(model: str, settings: dict[str, Any], num_requests: int, max_tokens: int, out: Path) -> None:
@@ -33,14 +35,22 @@ def run_trace(model: str, settings: dict[str, Any], num_requests: int, max_token
         settings = {**settings, "skip_tokenizer_init": True}
         print(f"{model} has no tokenizer: its front end makes no text", file=sys.stderr)
     settings.setdefault("max_num_seqs", max(num_requests, 8))
-    profiles = []
+    profiles: list[Profile] = []
+    step_ms: list[float] = []
     for async_scheduling in (False, True):
         profile, device = record(model, {**settings, "async_scheduling": async_scheduling}, num_requests, max_tokens)
         steps = steady_decode(device_steps(profile), num_requests)
         if len(steps) > 1:
             use = device_use(steps)
+            step_ms.append(use.step_ms)
             print(f"{profile.mode}: {use.steps_per_s:.1f} steps/s, device idle {1 - use.busy:.1%}", file=sys.stderr)
         profiles.append(profile)
+    if step_ms and max(step_ms) > _ALIKE * min(step_ms):
+        print(
+            f"the same steps took {' and '.join(f'{ms:.1f}' for ms in step_ms)} ms on the device: something else kept "
+            "this machine busy, so do not compare the two runs' speed",
+            file=sys.stderr,
+        )
     print(f"{write_trace(out, profiles)}  (opens in ui.perfetto.dev)", flush=True)
     work = f"{num_requests} request{'s' * (num_requests > 1)} decoding"
     title = f"{Path(model).name}, {work} on {device}, scheduled in two ways"

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ._numba import runs_in_numba
 from .paged_attention_decode import paged_attention_decode_triton
+from .paged_attention_decode_numba import paged_attention_decode_numba
 from .paged_attention_prefill import paged_attention_prefill_triton
 
 _GROUP_ELEMENTS = 1 << 19
@@ -38,7 +40,10 @@ def paged_attention(
     upper bounds. sliding_window: how many tokens a query sees, itself included; 0 for all.
     Returns [t, heads, d].
     """
-    function = paged_attention_triton if q.is_cuda else paged_attention_reference
+    if q.is_cuda:
+        function = paged_attention_triton
+    else:
+        function = paged_attention_numba if runs_in_numba(q, q.shape[2]) else paged_attention_reference
     return function(
         q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_query_len, max_seq_len, sliding_window
     )
@@ -70,6 +75,29 @@ def paged_attention_triton(
     return out
 
 
+def paged_attention_numba(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """Rows of one token by a kernel; chunks by torch, as in the reference."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    paged_attention_decode_numba(
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, max_seq_len, sliding_window, out
+    )
+    if max_query_len > 1:
+        window = sliding_window or max_seq_len
+        _attend_chunks(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
+    return out
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -96,9 +124,7 @@ def paged_attention_reference(
     for rows in _similar_lengths(singles, np.minimum(lens, window), keys_per_group):
         tokens = torch.from_numpy(starts[rows])
         _attend_singles(q, k_cache, v_cache, tables[rows], tokens, lens[rows], scale, window, out)
-    for row in np.flatnonzero((query_lens > 1) & (lens > 0)):
-        begin, end = int(starts[row]), int(starts[row + 1])
-        _attend_chunk(q[begin:end], k_cache, v_cache, tables[row], int(lens[row]), scale, window, out[begin:end])
+    _attend_chunks(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
     return out
 
 
@@ -147,6 +173,27 @@ def _attend_singles(
     out.index_copy_(0, tokens.long(), result.flatten(1, 2))
 
 
+def _attend_chunks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """The rows of several tokens, one after the other."""
+    starts, lens, tables = query_start.numpy(), seq_lens.numpy(), block_tables.numpy()
+    for row in np.flatnonzero(np.diff(starts) > 1):
+        begin, end = int(starts[row]), int(starts[row + 1])
+        if lens[row]:
+            _attend_chunk(q[begin:end], k_cache, v_cache, tables[row], int(lens[row]), scale, window, out[begin:end])
+        else:
+            out[begin:end] = 0.0
+
+
 def _attend_chunk(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -157,25 +204,64 @@ def _attend_chunk(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """One row. q, out: [query_len, heads, d]. table: [max_blocks]. Tiles of queries see only keys they need."""
+    """One row. q, out: [query_len, heads, d]. table: [max_blocks]."""
     _, block_size, kv_heads, dim = k_cache.shape
     computed = length - q.shape[0]
     first = max(computed + 1 - window, 0) // block_size
     blocks = torch.from_numpy(table[first : (length - 1) // block_size + 1])
     shape = -1, kv_heads, 1, dim
-    k = k_cache.index_select(0, blocks).view(shape).permute(1, 2, 0, 3)
-    v = v_cache.index_select(0, blocks).view(shape).permute(1, 2, 0, 3)
     queries = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     heads = -1, queries.shape[1], -1, -1
-    for begin in range(0, q.shape[0], _QUERY_TILE):
-        end = min(begin + _QUERY_TILE, q.shape[0])
+    k, v = (
+        cache.index_select(0, blocks).view(shape)[: length - first * block_size].permute(1, 2, 0, 3).expand(heads)
+        for cache in (k_cache, v_cache)
+    )
+    if window >= length:
+        target = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        target.copy_(_attend_past_and_own(queries, k, v, computed, scale))
+    else:
+        _attend_window(queries, k, v, computed, computed - first * block_size, scale, window, out)
+
+
+def _attend_past_and_own(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, computed: int, scale: float
+) -> torch.Tensor:
+    """q: [kv_heads, group, query_len, d]. k, v: [kv_heads, group, computed + query_len, d].
+
+    Without a mask, which costs more than the products: all of the past, and, causally, the row's own tokens. The two
+    are weighed by the sums of their softmaxes.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, own_weight = attend(q, k[:, :, computed:], v[:, :, computed:], 0.0, True, scale=scale)
+    if not computed:
+        return own
+    past, past_weight = attend(q, k[:, :, :computed], v[:, :, :computed], 0.0, False, scale=scale)
+    share = torch.sigmoid(past_weight - own_weight).unsqueeze(-1)
+    return torch.lerp(own.float(), past.float(), share).to(q.dtype)
+
+
+def _attend_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    computed: int,
+    before: int,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """Tiles of queries see only keys they need. before: how many of the keys belong to computed tokens."""
+    query_len = q.shape[2]
+    skipped = computed - before
+    for begin in range(0, query_len, _QUERY_TILE):
+        end = min(begin + _QUERY_TILE, query_len)
         low, high = max(computed + begin + 1 - window, 0), computed + end
-        keys = slice(low - first * block_size, high - first * block_size)
+        keys = slice(low - skipped, high - skipped)
         behind = np.arange(computed + begin, high)[:, None] - np.arange(low, high)
         result = F.scaled_dot_product_attention(
-            queries[:, :, begin:end],
-            k[:, :, keys].expand(heads),
-            v[:, :, keys].expand(heads),
+            q[:, :, begin:end],
+            k[:, :, keys],
+            v[:, :, keys],
             attn_mask=torch.from_numpy((behind >= 0) & (behind < window)),
             scale=scale,
         )

@@ -70,7 +70,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-@kernel(do_not_specialize=("block_tables", "query_start", "seq_lens", "num_splits", "sliding_window"))
+@kernel(do_not_specialize=("block_tables", "query_start", "seq_lens", "num_splits", "sliding_window", "table_stride"))
 def _decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

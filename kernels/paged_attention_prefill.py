@@ -54,7 +54,7 @@ def _tile(dim_pad: int, element_size: int) -> tuple[int, int, int]:
     return (128, 64, 8) if dim_pad <= 128 else (64, 32, 4)
 
 
-@kernel(do_not_specialize=("block_tables", "query_start", "seq_lens", "num_rows", "sliding_window"))
+@kernel(do_not_specialize=("block_tables", "query_start", "seq_lens", "num_rows", "sliding_window", "table_stride"))
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

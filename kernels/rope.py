@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._numba import NumbaFunction, NumbaKernel, runs_in_numba
 from ._triton import kernel, next_power_of_2
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+    from . import _numba_language as nl
 
 
 def apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -18,7 +21,10 @@ def apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_si
     q: [t, heads, d], k: [t, kv_heads, d], views into a fused projection allowed (d contiguous).
     positions: int64 [t]. cos_sin: float32 [max_position, d], d/2 cosines, then d/2 sines.
     """
-    function = apply_rope_triton if q.is_cuda else apply_rope_reference
+    if q.is_cuda:
+        function = apply_rope_triton
+    else:
+        function = apply_rope_numba if runs_in_numba(q, q.shape[2] // 2) else apply_rope_reference
     function(q, k, positions, cos_sin)
 
 
@@ -87,3 +93,40 @@ def _rotate(
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
     tl.store(place + HALF, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)
+
+
+def apply_rope_numba(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    num_tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    words = (
+        q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(),
+        *q.stride()[:2], *k.stride()[:2], heads, kv_heads,
+    )  # fmt: skip
+    _rope_loop.launch(q.dtype, words, num_tokens, num_tokens * (heads + kv_heads) * dim, {"half": dim // 2})
+
+
+@NumbaKernel
+def _rope_loop(args: nl.Args) -> None:
+    q, k = nl.elements(args, 0), nl.elements(args, 1)
+    positions, cos_sin = nl.int64s(args, 2), nl.float32s(args, 3)
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride = (
+        nl.integer(args, 4), nl.integer(args, 5), nl.integer(args, 6), nl.integer(args, 7)
+    )  # fmt: skip
+    heads, kv_heads, half = nl.integer(args, 8), nl.integer(args, 9), nl.constant(args, "half")
+    token = nl.next_task(args)
+    while token >= 0:
+        angle = positions[token] * 2 * half
+        for i in range(0, half, 16):
+            cos, sin = nl.load(cos_sin, angle + i), nl.load(cos_sin, angle + half + i)
+            for head in range(heads):
+                _rotate_lanes(q, token * q_token_stride + head * q_head_stride + i, half, cos, sin)
+            for head in range(kv_heads):
+                _rotate_lanes(k, token * k_token_stride + head * k_head_stride + i, half, cos, sin)
+        token = nl.next_task(args)
+
+
+@NumbaFunction
+def _rotate_lanes(x: nl.Pointer, at: int, half: int, cos: nl.Vector, sin: nl.Vector) -> None:
+    first, second = nl.load(x, at), nl.load(x, at + half)
+    nl.store(x, at, first * cos - second * sin)
+    nl.store(x, at + half, second * cos + first * sin)

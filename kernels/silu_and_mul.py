@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from ._numba import NumbaKernel, runs_in_numba
 from ._triton import ceil_div, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+    from . import _numba_language as nl
+
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: [t, 2 * i], the gate's half first. Returns [t, i]."""
-    function = silu_and_mul_triton if x.is_cuda else silu_and_mul_reference
-    return function(x)
+    if x.is_cuda:
+        return silu_and_mul_triton(x)
+    return silu_and_mul_numba(x) if runs_in_numba(x, x.shape[1] // 2) else silu_and_mul_reference(x)
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -45,3 +49,26 @@ def _silu_and_mul_kernel(
     # Rounded to x's dtype between the two steps, as torch does.
     silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * width + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul_numba(x: torch.Tensor) -> torch.Tensor:
+    num_tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_tokens, width), dtype=x.dtype)
+    words = x.data_ptr(), out.data_ptr(), x.stride(0), width
+    _silu_and_mul_loop.launch(x.dtype, words, num_tokens, num_tokens * width, {})
+    return out
+
+
+@NumbaKernel
+def _silu_and_mul_loop(args: nl.Args) -> None:
+    x, out = nl.elements(args, 0), nl.elements(args, 1)
+    stride, width = nl.integer(args, 2), nl.integer(args, 3)
+    one = nl.splat(1.0)
+    token = nl.next_task(args)
+    while token >= 0:
+        for i in range(0, width, 16):
+            gate = nl.load(x, token * stride + i)
+            # Rounded to x's dtype between the two steps, as torch does.
+            silu = nl.rounded(out, gate / (one + nl.exp(nl.splat(0.0) - gate)))
+            nl.store(out, token * width + i, silu * nl.load(x, token * stride + width + i))
+        token = nl.next_task(args)

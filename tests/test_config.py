@@ -57,6 +57,10 @@ def test_async_scheduling_is_never_off_silently(caplog: pytest.LogCaptureFixture
         ({"executor": "thread"}, "executor='thread'"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"step_timeout": 0.0}, "step_timeout=0.0"),
+        ({"step_timeout": float("nan")}, "step_timeout=nan: must be above 0 and at most 1e+09"),
+        ({"step_timeout": float("inf")}, "step_timeout=inf"),
+        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
+        ({"seed": 2**63}, "seed=9223372036854775808: must be a 64-bit number"),
         ({"tensor_parallel_size": 2}, "world size 2"),
     ],
 )

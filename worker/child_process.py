@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Sequence
 from importlib import import_module
 
+from . import standard_streams
 from .sockets import SocketDirectory, remove_all_directories
 
 # marshal and sys are built in: nothing in the current directory can stand in for them before sys.path is ours.
@@ -134,6 +135,7 @@ def wait_readable(descriptors: Sequence[int], timeout: float | None) -> list[int
 
 def child_main() -> None:
     """Runs in the child: `python -c bootstrap label main parent_pid directory`."""
+    standard_streams.open_missing()
     faulthandler.enable()
     threading.excepthook = _end_process
     _, _, main, parent_pid, directory = sys.argv

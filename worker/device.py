@@ -6,6 +6,7 @@ CPU: a device thread plays the stream, so that the worker's main thread never wa
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,14 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+
+_SWITCH_INTERVAL = 1e-4
+
+
+def share_interpreter() -> None:
+    """A thread that wants the interpreter waits this long for one that computes. The default, 5 ms, is as long as a
+    whole step: tokens would lie there while the next step is prepared, or the device stand still."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
 
 
 class Event(ABC):
@@ -52,7 +61,7 @@ class Device(ABC):
     name: str
 
     @abstractmethod
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         """Runs `work`'s device operations in order on the compute stream; does not wait for them.
 
         What `work` raises comes out of a later Event.wait (CPU: it has not run yet) or of this call
@@ -60,7 +69,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         """As launch."""
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import StepaheadError
-from .device import Device, Event, TimedWork
-
-_SWITCH_INTERVAL = 1e-4
+from .device import Device, Event, TimedWork, share_interpreter
 
 
 class _Failure:
@@ -55,8 +52,8 @@ class CpuEvent(Event):
 
 
 class _CpuWork(TimedWork):
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
         self._times = (0, 0)
 
     def __call__(self) -> None:
@@ -77,18 +74,16 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
-        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | CpuEvent | None] = queue.SimpleQueue()
         self._closing = False
-        # A thread that wants the interpreter waits this long for one that computes. The default, 5 ms, is as
-        # long as a whole step: the device would stand still while the main thread prepares, and the reverse.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
+        share_interpreter()
         self._thread = threading.Thread(target=self._run, name="stepahead-cpu-device", daemon=True)
         self._thread.start()
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         self._queue.put(work)
 
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         timed = _CpuWork(work)
         self.launch(timed)
         return timed

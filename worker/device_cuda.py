@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .device import Device, Event, TimedWork
+from .device import Device, Event, TimedWork, share_interpreter
 
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.0001
 _CALIBRATIONS = 8
 _ANCHOR_NS = 2_000_000_000
 
@@ -102,6 +102,7 @@ class CudaDevice(Device):
     """Work runs on the calling thread, its kernels on the compute stream."""
 
     def __init__(self, index: int = 0) -> None:
+        share_interpreter()
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
@@ -111,11 +112,11 @@ class CudaDevice(Device):
         torch.cuda.set_stream(self._compute)
         self._clock = CudaClock()
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._compute):
             work()
 
-    def launch_timed(self, work: Callable[[], None]) -> TimedWork:
+    def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         start = CudaEvent(self._compute, self._clock)
         self.launch(work)
         return _CudaWork(start, CudaEvent(self._compute, self._clock))

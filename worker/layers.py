@@ -5,6 +5,7 @@ Linear weights are [out_features, in_features]. `slots(prefix)` names the checkp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,29 @@ _ALL = slice(None)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [t, in]. weight: [out, in]. Returns [t, out]. The one place that multiplies by a weight matrix."""
+    """x: [t, in]. weight: [out, in], or packed. Returns [t, out]. The one place that multiplies by a weight matrix."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in the order in which oneDNN multiplies by it, where that is faster; else itself.
+
+    weight: [out, in]. On CPU, bfloat16 decode reads packed weights in two thirds of the time. The result is good
+    for `linear` alone: it cannot be read or written otherwise.
+    """
+    if weight.is_cpu and weight.dtype == torch.bfloat16 and _packs_bfloat16():
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+    return weight
+
+
+@functools.cache
+def _packs_bfloat16() -> bool:
+    """Whether this torch and this CPU have oneDNN's bfloat16 matrix products."""
+    operations = torch.ops.mkldnn
+    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    return all(hasattr(operations, name) for name in needed) and operations._is_mkldnn_bf16_supported()
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,10 @@ class ColumnParallelLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [t, in_features]. Returns [t, sum(self.sizes)]."""
         return linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """After loading: `slots` mean nothing any more."""
+        self.weight = packed(self.weight)
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of the module that holds the parts, e.g. "model.layers.0.mlp."."""
@@ -138,6 +164,10 @@ class RowParallelLinear:
         bias = self.bias if self.group.rank == 0 else None
         return self.group.all_reduce(linear(x, self.weight, bias))
 
+    def pack(self) -> None:
+        """After loading: `slots` mean nothing any more."""
+        self.weight = packed(self.weight)
+
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of this layer, e.g. "model.layers.0.mlp.down_proj."."""
         out_features, size = self.weight.shape
@@ -182,6 +212,10 @@ class ParallelLMHead(VocabShard):
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [m, hidden]. Returns [m, vocab_size], the same on every rank."""
         return self.group.all_gather(linear(hidden, self.weight), dim=-1)[:, : self.vocab_size]
+
+    def pack(self) -> None:
+        """After loading. With tied embeddings this is a second copy: the embedding's rows must stay readable."""
+        self.weight = packed(self.weight)
 
 
 class RMSNorm:

@@ -7,14 +7,14 @@ import torch
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError
-from .attention import AttentionMetadata
+from ..kernels.gumbel_sample import gumbel_sample
+from ..kernels.top_k_top_p import mask_top_k_top_p_min_p
 from .models.base import Model
+from .warm_up import run_blank_step
 
 _GIB = 1 << 30
 _CPU_SHARE = 4
 _CPU_MOST = 4 * _GIB
-_SAMPLER_COPIES = 4
-"""[rows, vocab] float32 tensors alive at once in sampling: logits, sorted logits, weights, log-probabilities."""
 
 _BATCH_BYTES_PER_TOKEN = 8
 """The persistent batch holds an int32 token id for each place of each slot; the rest of it is smaller."""
@@ -61,24 +61,13 @@ def cuda_kv_bytes(config: ResolvedConfig, device: torch.device, model: Model) ->
 
 @torch.inference_mode()
 def _profile_step(config: ResolvedConfig, device: torch.device, model: Model) -> None:
-    """The forward pass, logits and sampling of the largest step, on one KV block that nothing is written to."""
+    """The forward pass and logits of the largest step, and what sampling it takes at most."""
     settings = config.settings
     tokens = min(settings.max_num_batched_tokens, settings.max_num_seqs * config.max_model_len)
-    rows = min(settings.max_num_seqs, tokens)
-    query_len = -(-tokens // rows)
-    start = [min(i * query_len, tokens) for i in range(rows + 1)]
-    query_start = torch.tensor(start, dtype=torch.int32, device=device)
-    attention = AttentionMetadata(
-        query_start=query_start,
-        seq_lens=query_start.diff(),
-        block_tables=torch.zeros((rows, -(-query_len // settings.block_size)), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-        max_query_len=query_len,
-        max_seq_len=query_len,
-    )
-    input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-    positions = torch.arange(tokens, dtype=torch.int64, device=device) % query_len
-    kv_cache = model.allocate_kv_cache(1, settings.block_size)
-    logits = model.compute_logits(model.forward(input_ids, positions, kv_cache, attention)[:rows])
-    copies = [torch.empty_like(logits) for _ in range(_SAMPLER_COPIES)]
-    copies[0].copy_(logits)
+    query_len = -(-tokens // min(settings.max_num_seqs, tokens))
+    logits = run_blank_step(model, device, settings.block_size, tokens, query_len)
+    raw = logits.log_softmax(1)  # lives until the sampled tokens' log-probabilities are gathered
+    ones = torch.ones(len(logits), device=device)
+    places = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    gumbel_sample(mask_top_k_top_p_min_p(logits / ones[:, None], ones.int(), ones / 2, ones / 2), ones, places, places)
+    del raw

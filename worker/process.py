@@ -17,7 +17,7 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .codec import Codec, CodecError, require_plain
 from .failure import failure
-from .logs import log_to_stderr
+from .logs import log_to_stderr, phase
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
 from .sockets import open_socket
 
@@ -67,6 +67,9 @@ def identity(rank: int) -> bytes:
 def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
     try:
         from .async_output import WorkerAsyncOutputCopy
+
+        with phase(logger, "importing torch"):
+            import torch  # noqa: F401
 
         worker = make_worker(start.worker_class, start.config, start.rank, start.rendezvous)
         ready = Ready(worker.info())

@@ -2,7 +2,8 @@
 
 The directory is needed only until both ends are connected, so its maker removes it then: nothing is left to leak,
 and nobody else can connect, for the rest of the run. Until then every process that knows of it removes it when the
-others have died (`remove_all_directories`).
+others have died (`remove_all_directories`). A process that was given one makes its own inside it: killed before it
+could tell anybody, it leaves nothing that the giver does not remove.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ before a wait begins does not interrupt it."""
 _MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
 _LONGEST_NAME = 16
 _directories: set[str] = set()
+_given: list[str] = []
 
 
 class SocketDirectory:
@@ -28,6 +30,8 @@ class SocketDirectory:
     def __init__(self, path: str | None = None) -> None:
         self.path = path or _make()
         _directories.add(self.path)
+        if path is not None:
+            _given.append(path)
 
     def address(self, name: str) -> str:
         assert len(name) <= _LONGEST_NAME
@@ -40,7 +44,8 @@ class SocketDirectory:
 
 def remove_all_directories() -> None:
     for path in list(_directories):
-        SocketDirectory(path).remove()
+        shutil.rmtree(path, ignore_errors=True)
+    _directories.clear()
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:
@@ -53,7 +58,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
 
 
 def _make() -> str:
-    path = tempfile.mkdtemp(prefix="stepahead-")
+    inside = next(filter(os.path.isdir, _given), None)
+    path = tempfile.mkdtemp(prefix="stepahead-", dir=inside)
     if len(os.fsencode(path)) + 1 + _LONGEST_NAME > _MAX_PATH:
         os.rmdir(path)
         path = tempfile.mkdtemp(prefix="stepahead-", dir="/tmp")

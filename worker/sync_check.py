@@ -63,7 +63,12 @@ _UPLOADS = frozenset((torch.tensor, torch.as_tensor))
 
 
 def make_runner(
-    config: ResolvedConfig, device: Device, model: Model, num_blocks: int, max_model_len: int, lane: Lane
+    config: ResolvedConfig,
+    device: Device,
+    model: Model,
+    num_blocks: int,
+    max_model_len: int,
+    lane: Lane | None = None,
 ) -> ModelRunner:
     """A ModelRunner, watched if the environment says so. Raises: ConfigError when it says something else."""
     action = os.environ.get(VARIABLE) or "off"

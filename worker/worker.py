@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -13,11 +14,15 @@ from .async_output import AsyncOutput
 from .device import open_device
 from .distributed import join_ranks, leave_ranks
 from .loader import load_model
+from .logs import phase
 from .memory import kv_capacity
 from .messages import GrammarMasks, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
 from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
+from .warm_up import run_whole_steps, warm_up
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -39,7 +44,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         try:
             group = join_ranks(config, rank, self._device.torch_device, rendezvous)
-            self._model = load_model(config, self._device.torch_device, group)
+            with phase(logger, "loading the weights"):
+                self._model = load_model(config, self._device.torch_device, group)
             self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model)
         except BaseException:
             self._device.close()
@@ -49,11 +55,16 @@ class Worker:
         return WorkerInfo(rank=self.rank, device=self._device.name, kv_blocks=self._kv_blocks, pid=os.getpid())
 
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocates the KV pool and the per-request state. num_blocks: at most info().kv_blocks. max_model_len:
-        in tokens. Waits; called once, before the first step."""
-        self._runner = make_runner(
-            self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
-        )
+        """Allocates the KV pool and the per-request state, and runs a step on no data. num_blocks: at most
+        info().kv_blocks. max_model_len: in tokens. Waits; called once, before the first step."""
+        with phase(logger, "allocating the KV cache"):
+            self._runner = make_runner(
+                self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
+            )
+        with phase(logger, "compiling the kernels, or finding them compiled"):
+            warm_up(self._device, self._model, self._config.settings.block_size)
+            if self._device.torch_device.type == "cuda":  # where sampling and the batch's upkeep are compiled, too
+                run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
 
     def execute_model(self, plan: StepPlan) -> None:
         """Prepares and launches the step up to its logits."""

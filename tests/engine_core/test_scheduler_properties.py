@@ -19,16 +19,17 @@ MAX_LEN = 64
 def stories(draw: st.DrawFn, max_requests: int = 8) -> list[Story]:
     shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=24))
     result = []
-    for _ in range(draw(st.integers(1, max_requests))):
+    for _ in range(draw(st.integers(2, max_requests))):
         own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
         prompt = (shared if draw(st.booleans()) else []) + own
+        stop_ids = st.lists(st.integers(0, VOCAB - 1), max_size=4, unique=True) if draw(st.booleans()) else st.just([])
         result.append(
             Story(
                 prompt=tuple(prompt[: MAX_LEN - 1]),
-                max_tokens=draw(st.integers(1, 30)),
-                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=6, unique=True))),
+                max_tokens=draw(st.one_of(st.integers(1, 60), st.just(60))),
+                stop_ids=tuple(draw(stop_ids)),
                 priority=draw(st.integers(0, 2)),
-                arrives=draw(st.integers(0, 30)),
+                arrives=draw(st.sampled_from([0, 0, 1, 2, 5, 20])),
                 leaves=draw(st.one_of(st.none(), st.none(), st.integers(0, 60))),
                 early=draw(st.booleans()),
                 salt=draw(st.sampled_from(["", "", "tenant"])),
@@ -43,9 +44,9 @@ def engine_settings(draw: st.DrawFn) -> dict[str, object]:
     smallest = -(-MAX_LEN // block_size)
     return {
         "block_size": block_size,
-        "num_kv_blocks": draw(st.integers(smallest, smallest * 4)),
-        "max_num_seqs": draw(st.integers(1, 6)),
-        "max_num_batched_tokens": draw(st.integers(1, 40)),
+        "num_kv_blocks": smallest + draw(st.sampled_from([0, 0, 1, smallest // 2, smallest * 3])),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 4, 6, 6])),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 3, 16, 40, 40])),
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "max_model_len": MAX_LEN,
@@ -54,6 +55,8 @@ def engine_settings(draw: st.DrawFn) -> dict[str, object]:
 
 def check(engine: EngineCore, story_list: list[Story]) -> None:
     seen = play(engine, story_list)
+    check_counts(engine)
+    assert engine.stats.wasted_rows <= engine.stats.finished
     for request_id, story in enumerate(story_list):
         alone = generate_alone(story.prompt, story.max_tokens, story.stop_ids, MAX_LEN)
         tokens = seen.tokens[request_id]
@@ -64,33 +67,52 @@ def check(engine: EngineCore, story_list: list[Story]) -> None:
         else:
             assert request_id in seen.aborted
             assert tokens == alone[: len(tokens)]
+
+
+def check_counts(engine: EngineCore) -> None:
+    """Once it is idle."""
     stats = engine.stats
     assert stats.rows_beyond_limit == 0
-    assert stats.wasted_rows <= stats.finished
     sampled_rows = sum(int(plan.samples.sum()) for plan in engine.executor.plans)
     assert sampled_rows == stats.generated_tokens + stats.wasted_rows + stats.aborted_rows, "tokens in flight were lost"
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     assert engine.scheduler.table.num_free == engine.scheduler.table.num_slots
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(stories(), engine_settings(), st.booleans())
-def test_every_request_yields_what_it_yields_alone(
-    story_list: list[Story], chosen: dict[str, object], async_scheduling: bool
-) -> None:
-    config = paper_config(async_scheduling=async_scheduling, **chosen)
-    check(EngineCore(config, PaperExecutor(config)), story_list)
+def test_every_request_yields_what_it_yields_alone() -> None:
+    preempting = 0
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(stories(), engine_settings(), st.booleans())
+    def whatever_happens(story_list: list[Story], chosen: dict[str, object], async_scheduling: bool) -> None:
+        nonlocal preempting
+        config = paper_config(async_scheduling=async_scheduling, **chosen)
+        engine = EngineCore(config, PaperExecutor(config))
+        check(engine, story_list)
+        preempting += engine.stats.preemptions > 0
+
+    whatever_happens()
+    assert preempting > 10, "the stories have become too easy: hardly any forces a preemption"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(stories(), engine_settings())
-def test_a_deeper_queue_changes_nothing(story_list: list[Story], chosen: dict[str, object]) -> None:
-    config = paper_config(pipeline_parallel_size=3, **chosen)
-    assert config.max_in_flight == 4
-    engine = EngineCore(config, PaperExecutor(config))
-    seen = play(engine, [replace(story, leaves=None) for story in story_list])
-    for request_id, story in enumerate(story_list):
-        assert seen.tokens[request_id] == generate_alone(story.prompt, story.max_tokens, story.stop_ids, MAX_LEN)
+def test_a_deeper_queue_changes_nothing() -> None:
+    preempting = 0
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(stories(), engine_settings())
+    def whatever_happens(story_list: list[Story], chosen: dict[str, object]) -> None:
+        nonlocal preempting
+        config = paper_config(pipeline_parallel_size=3, **chosen)
+        assert config.max_in_flight == 4
+        engine = EngineCore(config, PaperExecutor(config))
+        seen = play(engine, [replace(story, leaves=None) for story in story_list])
+        check_counts(engine)
+        for request_id, story in enumerate(story_list):
+            assert seen.tokens[request_id] == generate_alone(story.prompt, story.max_tokens, story.stop_ids, MAX_LEN)
+        preempting += engine.stats.preemptions > 0
+
+    whatever_happens()
+    assert preempting > 5, "the stories have become too easy: hardly any forces a preemption"
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])

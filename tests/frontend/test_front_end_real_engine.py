@@ -105,9 +105,9 @@ async def test_64_streams_with_a_third_cancelled_are_right(model, llm):
 
         results = await asyncio.gather(*(stream(index) for index in range(64)))
         stats = await engine.stats()
-        while stats["running"] or stats["waiting"]:
+        while stats.running or stats.waiting:
             stats = await engine.stats()
-        assert stats["free_blocks"] == stats["total_blocks"]
+        assert stats.free_blocks == stats.total_blocks
         for index, tokens in enumerate(results):
             assert tokens == (None if index % 3 == 0 else expected[index].outputs[0].token_ids)
 
@@ -193,3 +193,10 @@ def test_a_reader_that_goes_away_ends_it_quietly(slow_model):
     assert process.wait(timeout=30) == 141
     assert "Traceback" not in process.stderr.read()
     assert_all_gone(mark)
+
+
+def test_the_command_line_runs_without_standard_streams(model, tmp_path):
+    arguments = ["--model", model, "--prompt", "sea", "--max-tokens", "4", "--device", "cpu", "--load-format", "dummy"]
+    command = [*CLI, *arguments, "--num-kv-blocks", "200"]
+    result = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=tmp_path)
+    assert result.returncode == 0

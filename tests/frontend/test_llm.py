@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 
 from fake_engine import FakeLLM
@@ -47,9 +48,15 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 1, 3]
 
 
-@pytest.mark.parametrize("prompt", ["sea", [5, 6], {"prompt": "sea"}])
+@pytest.mark.parametrize("prompt", ["sea", [5, 6], np.array([5, 6]), {"prompt": "sea"}])
 def test_one_prompt_needs_no_list(llm, prompt):
     assert len(llm.generate(prompt, use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"sea"])
+def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
+    with pytest.raises(InvalidRequestError, match="must be a prompt or a list of prompts"):
+        llm.generate(prompts, use_tqdm=False)
 
 
 def test_no_prompts_give_no_outputs(llm):

@@ -39,6 +39,9 @@ def no_tokenizer():
         ([1, -1], {}, ["-1", "0 to 599"]),
         ([1, 2.5], {}, ["2.5", "whole number"]),
         ([1] * 100, {}, ["100 tokens", "max_model_len=100"]),
+        ("a\udcff", {}, ["prompt", "\\udcff", "character 1", "surrogate"]),
+        ({"prompt": "a", "cache_salt": "\ud800"}, {}, ["cache_salt", "surrogate"]),
+        ("a", {"bad_words": ["\ud800"]}, ["bad word", "surrogate"]),
         ("a", {"stop_token_ids": [600]}, ["stop_token_ids", "600"]),
         ("a", {"allowed_token_ids": [-1]}, ["allowed_token_ids", "-1"]),
         ("a", {"logit_bias": {600: 1.0}}, ["logit_bias", "600"]),
@@ -87,6 +90,18 @@ def test_max_tokens_is_bounded_by_the_room_that_the_prompt_leaves(processor):
     for asked, expected in ((None, 90), (500, 90), (7, 7)):
         (request,) = processor.prepare([5] * 10, SamplingParams(max_tokens=asked)).engine_requests
         assert request.max_tokens == expected
+
+
+def test_min_tokens_is_bounded_by_the_room_that_the_prompt_leaves(processor):
+    params = SamplingParams(max_tokens=None, min_tokens=2**40)
+    (request,) = processor.prepare([5] * 10, params).engine_requests
+    assert request.options.min_tokens == 90
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1])
+def test_a_priority_that_no_column_holds_is_refused(processor, priority):
+    with pytest.raises(InvalidRequestError, match=f"priority={priority}"):
+        processor.prepare("a", SamplingParams(), priority)
 
 
 def test_stop_ids_are_the_users_and_the_models_unless_eos_is_ignored(processor):

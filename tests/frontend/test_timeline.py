@@ -97,6 +97,20 @@ def test_a_model_without_a_tokenizer_is_traced_all_the_same(tmp_path, capsys, re
     assert [(run["async_scheduling"], run["skip_tokenizer_init"]) for run in recorded] == [(False, True), (True, True)]
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_runs_that_a_busy_machine_made_unlike_are_not_to_be_compared(tmp_path, capsys, monkeypatch, disturbed) -> None:
+    def record(model, settings, num_requests, max_tokens):
+        if settings["async_scheduling"]:
+            return made_up_profile("async", max_tokens, step_ms=7.5 if disturbed else 5.0, rows=num_requests), "cpu"
+        return made_up_profile("sync", max_tokens, rows=num_requests), "cpu"
+
+    monkeypatch.setattr("stepahead.frontend.trace_command.record", record)
+    monkeypatch.setattr("stepahead.frontend.trace_command.draw_timeline", lambda *args: [])
+    assert trace(write_hash_model(tmp_path / "model", tokenizer=False), tmp_path / "out") == 0
+    said = "the same steps took 5.0 and 7.5 ms on the device: something else kept this machine busy"
+    assert (said in capsys.readouterr().err) == disturbed
+
+
 def test_without_matplotlib_the_command_says_so_and_has_written_the_trace(
     tmp_path, capsys, monkeypatch, recorded
 ) -> None:

@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepahead.kernels import paged_attention as module
-from stepahead.kernels.paged_attention import paged_attention, paged_attention_reference, paged_attention_triton
+from stepahead.kernels.paged_attention import (
+    paged_attention_numba,
+    paged_attention_reference,
+    paged_attention_triton,
+)
 
 
 @dataclass
@@ -116,7 +120,7 @@ KERNEL_DTYPES = [dtype for dtype in TOLERANCE if torch.cuda.is_available() or dt
 def test_reference_equals_attention_by_hand(case, dtype):
     batch = make_batch(**CASES[case], dtype=dtype)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(paged_attention(*batch.arguments()).double(), slow_attention(batch), **close)
+    torch.testing.assert_close(paged_attention_reference(*batch.arguments()).double(), slow_attention(batch), **close)
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
@@ -126,6 +130,47 @@ def test_kernel_equals_attention_by_hand(device, case, dtype):
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     out = paged_attention_triton(*batch.to(device).arguments())
     torch.testing.assert_close(out.cpu().double(), slow_attention(batch), **close)
+
+
+# Every size is compiled anew, which takes seconds.
+NUMBA_CASES = [(name, torch.float32) for name, case in CASES.items() if case.get("dim", 16) in (16, 80)]
+NUMBA_CASES += [("group of three", torch.bfloat16), ("decode rows of very different lengths", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), NUMBA_CASES)
+def test_numba_kernel_equals_attention_by_hand(case, dtype):
+    pytest.importorskip("numba")
+    batch = make_batch(**CASES[case], dtype=dtype)
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(paged_attention_numba(*batch.arguments()).double(), slow_attention(batch), **close)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 1, 1, 2])), min_size=1, max_size=5),
+    window=st.sampled_from([0, 0, 1, 17, 300]),
+)
+def test_numba_kernel_equals_reference_on_any_batch(rows, window):
+    pytest.importorskip("numba")
+    batch = make_batch(rows, heads=6, kv_heads=2, window=window)
+    torch.testing.assert_close(
+        paged_attention_numba(*batch.arguments()), paged_attention_reference(*batch.arguments()), rtol=1e-5, atol=1e-5
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(0, 700), min_size=2, max_size=5), window=st.sampled_from([0, 300]))
+def test_a_row_attends_the_same_to_the_last_bit_alone_and_among_others(lengths, window):
+    pytest.importorskip("numba")
+    batch = make_batch([(length, 1) for length in lengths], window=window)
+    together = paged_attention_numba(*batch.arguments())
+    for row, length in enumerate(lengths):
+        alone = Batch(
+            batch.q[row : row + 1], batch.k_cache, batch.v_cache, batch.block_tables[row : row + 1],
+            torch.tensor([0, 1], dtype=torch.int32), batch.seq_lens[row : row + 1],
+            batch.scale, 1, length + 1, window,
+        )  # fmt: skip
+        assert torch.equal(paged_attention_numba(*alone.arguments())[0], together[row])
 
 
 @settings(max_examples=25, deadline=None)
@@ -143,8 +188,10 @@ def test_kernel_equals_reference_on_any_batch(device, rows, kv_heads, group, win
     )
 
 
-@pytest.mark.parametrize("attention", [paged_attention_reference, paged_attention_triton])
+@pytest.mark.parametrize("attention", [paged_attention_reference, paged_attention_triton, paged_attention_numba])
 def test_padding_rows_come_back_as_zeros(device, attention):
+    if attention is paged_attention_numba:
+        pytest.importorskip("numba")
     batch = make_batch([(0, 0), (5, 3), (0, 0)])
     if attention is paged_attention_triton:
         batch = batch.to(device)
@@ -174,9 +221,9 @@ def test_queries_may_be_a_view_of_a_fused_projection(device):
 
 def test_rows_run_in_small_groups_give_the_same_result(monkeypatch):
     batch = make_batch([(n, 1) for n in (3, 50, 50, 9, 200, 50)])
-    expected = paged_attention(*batch.arguments())
+    expected = paged_attention_reference(*batch.arguments())
     monkeypatch.setattr(module, "_GROUP_ELEMENTS", 128 * 2 * 16)
-    torch.testing.assert_close(paged_attention(*batch.arguments()), expected)
+    torch.testing.assert_close(paged_attention_reference(*batch.arguments()), expected)
 
 
 def test_chunks_longer_than_a_query_tile_see_all_their_keys(monkeypatch):
@@ -184,5 +231,5 @@ def test_chunks_longer_than_a_query_tile_see_all_their_keys(monkeypatch):
     for window in (0, 5):
         batch = make_batch([(11, 50)], window=window)
         torch.testing.assert_close(
-            paged_attention(*batch.arguments()).double(), slow_attention(batch), rtol=1e-5, atol=1e-5
+            paged_attention_reference(*batch.arguments()).double(), slow_attention(batch), rtol=1e-5, atol=1e-5
         )

@@ -146,6 +146,30 @@ time.sleep(60)
     assert not os.path.exists(directory.path)
 
 
+def test_a_child_of_a_parent_without_standard_streams_runs(directory: SocketDirectory) -> None:
+    script = UserScript(
+        f"""
+os.close(1), os.close(2)
+from stepahead.worker.child_process import ChildProcess
+from stepahead.worker.sockets import SocketDirectory
+code = b'import os, sys; print(1); print(2, file=sys.stderr); assert os.fstat(1) and os.fstat(2)'
+child = ChildProcess("children:run", "child", code, SocketDirectory({directory.path!r}))
+child.wait()
+sys.exit(child.exit_reason() != "exited with code 0")
+"""
+    )
+    assert script.end()[0] == 0
+
+
+def test_a_directory_made_by_a_child_lies_in_the_one_it_was_given(directory: SocketDirectory) -> None:
+    """So whoever gave it removes both, also when the child was killed before anybody knew."""
+    child = start(directory, "from stepahead.worker.sockets import SocketDirectory; import os; SocketDirectory()")
+    assert child.wait(10)
+    (made,) = os.listdir(directory.path)
+    assert made.startswith("stepahead-")
+    child.close()
+
+
 def test_a_child_of_a_dead_parent_never_runs_its_main_for_long(directory: SocketDirectory) -> None:
     """The parent is gone before the child has looked for it."""
     script = UserScript(

@@ -56,8 +56,8 @@ class Attention:
         attention: AttentionMetadata,
     ) -> torch.Tensor:
         """x: [t, hidden]. kv: this layer's cache, into which the tokens' k and v are written."""
-        heads = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
-        q, k, v = heads
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = torch.split_with_sizes(heads, (self.qkv.num_heads, self.qkv.num_kv_heads, self.qkv.num_kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         apply_rope(q, k, positions, cos_sin)
@@ -159,6 +159,10 @@ class Transformer:
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         fill_slots(self._slots(), (item for item in weights if not self._redundant(item[0])))
+        for layer in self.layers:
+            for part in (layer.attention.qkv, layer.attention.o_proj, layer.mlp.gate_up, layer.mlp.down_proj):
+                part.pack()
+        self.lm_head.pack()
 
     @property
     def _num_kv_heads(self) -> int:
