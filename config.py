@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from .errors import ConfigError
-from .worker.model_config import ModelConfig
+from .worker.model_config import ModelConfig, check_division
 
 EXECUTORS = ("mp", "uni")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -131,6 +131,7 @@ def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: b
     asked = config.max_model_len
     if asked is not None and asked > model.max_position:
         raise ConfigError(f"max_model_len={asked} is longer than the model's {model.max_position} positions")
+    check_division(model, config.tensor_parallel_size, config.pipeline_parallel_size)
     async_on, reason = resolve_async_scheduling(config, executor_supports_async)
     return ResolvedConfig(
         settings=config,

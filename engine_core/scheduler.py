@@ -29,7 +29,8 @@ _QUIET_ROWS = 32
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """max_seqs: slots. max_batched_tokens: tokens a step. max_model_len_from: what limits it, for messages.
-    num_blocks, block_size: the KV pool."""
+    num_blocks, block_size: the KV pool. num_stages: of the pipeline. plans_ahead: whether a row may be planned
+    whose last token is still in flight."""
 
     max_seqs: int
     max_batched_tokens: int
@@ -39,6 +40,8 @@ class SchedulerLimits:
     block_size: int
     prefix_caching: bool = True
     by_priority: bool = False
+    num_stages: int = 1
+    plans_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Scheduler:
         self._num_draining = 0
         self._num_owing_logprobs = 0
         self._ones = np.ones(limits.max_seqs, np.int32)
+        self._pipelined = limits.num_stages > 1
         self._quiet_steps = 0
         self._quiet_order = self.table.order()
         self._quiet_step: ScheduledStep
@@ -138,6 +142,8 @@ class Scheduler:
         table = self.table
         slots, num_query, appends = self._schedule_running()
         new_requests, chunks = self._admit_waiting(self.limits.max_batched_tokens - int(num_query.sum()))
+        if self._pipelined and not (slots.size or new_requests) and self.limits.plans_ahead:
+            slots, num_query, appends = self._schedule_running(early=True)
         if new_requests:
             slots = np.concatenate([slots, np.array([new.slot for new in new_requests])])
             num_query = np.concatenate([num_query, np.array(chunks, np.int32)])
@@ -156,7 +162,9 @@ class Scheduler:
             _NO_DRAFTS, int(computed.max()),
         )  # fmt: skip
         step = ScheduledStep(plan, table.generation[slots], bool(samples.all()))
-        if len(slots) <= _QUIET_ROWS:
+        if self._pipelined:
+            table.sampled_step[slots[samples]] = plan.step_id
+        elif len(slots) <= _QUIET_ROWS:
             self._look_for_quiet(step)
         return step
 
@@ -192,9 +200,11 @@ class Scheduler:
         self._num_steps += 1
         return self._num_steps
 
-    def _schedule_running(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _schedule_running(
+        self, early: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(slots, num_query, appends) of the running requests that get tokens, after preempting whom there
-        is no block for. The last in order gives way, so the first always advances."""
+        is no block for. The last in order gives way, so the first always advances. early: see _in_turn."""
         table, budget = self.table, self.limits.max_batched_tokens
         slots = table.order()
         if not slots.size:
@@ -203,6 +213,8 @@ class Scheduler:
         expected = table.num_tokens[slots] + table.num_placeholders[slots]
         # A request whose tokens in flight reach its limit has nothing left to compute.
         pending = (expected - computed) * (expected < table.max_total[slots])
+        if self._pipelined:
+            pending = self._in_turn(slots, pending, early)
         while slots.size:
             num_query = _within(budget, pending)
             missing = self.blocks.missing(slots, computed + num_query)
@@ -218,6 +230,21 @@ class Scheduler:
             return slots, num_query, appends
         chosen = num_query > 0
         return slots[chosen], num_query[chosen], appends
+
+    def _in_turn(self, slots: np.ndarray, pending: np.ndarray, early: bool) -> np.ndarray:
+        """What of `pending` a pipeline computes now. A row decodes when its last token has passed all stages: every
+        num_stages steps. So one step decodes only that share of the rows, and each stage has some to work on.
+
+        early: there is nothing else to do. Rows with one token in flight come too: the first stage waits for it, but
+        the step is planned and launched by then.
+        """
+        table, num_stages = self.table, self.limits.num_stages
+        in_flight = table.num_placeholders[slots]
+        age = self._num_steps + 1 - table.sampled_step[slots]
+        ready = in_flight <= 1 if early else (in_flight == 0) | (age >= num_stages)
+        pending = np.where(ready, pending, 0)
+        decodes = pending == 1
+        return np.where(decodes & (np.cumsum(decodes) > -(-len(slots) // num_stages)), 0, pending)
 
     def _preempt(self, slot: int) -> None:
         """Takes the blocks; tokens in flight still land and are kept."""

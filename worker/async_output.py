@@ -138,7 +138,7 @@ class AsyncOutput:
         timeout: seconds. Raises: TimeoutError; whatever failed on the device.
         """
         if self._output is None:
-            self._copied.wait(timeout)
+            self._wait(timeout)
             start, forwarded = self._work.forward.times_ns()
             sampling, end = self._work.sample.times_ns()
             self._output = self._layout.read(self._entry.outputs, start, end, sampling - forwarded)
@@ -151,6 +151,15 @@ class AsyncOutput:
 
     def done(self) -> bool:
         return self._copied.done()
+
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            self._copied.wait(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._entry.release()
+            raise
 
 
 class WorkerAsyncOutputCopy(threading.Thread):

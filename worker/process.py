@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .codec import Codec, CodecError, require_plain
 from .failure import failure
 from .logs import log_to_stderr, phase
-from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
+from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
 from .sockets import open_socket
 
 if TYPE_CHECKING:
@@ -34,14 +34,18 @@ REPLY_LINGER_MS = 2000
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor tells a new worker process. worker_class: "package.module:Class"."""
+    """What the executor tells a new worker process.
+
+    rank: stage * tensor_parallel_size + rank within the stage. worker_class: "package.module:Class".
+    plans, replies: addresses that the executor has bound. rendezvous: None for the only rank.
+    """
 
     config: ResolvedConfig
     rank: int
     worker_class: str
     plans: str
     replies: str
-    rendezvous: str = ""
+    rendezvous: Rendezvous | None = None
 
 
 def main(message: bytes) -> int:
@@ -123,7 +127,7 @@ def serve(
                 replies.put(failure(rank, error))
 
 
-def make_worker(worker_class: str, config: ResolvedConfig, rank: int, rendezvous: str = "") -> Worker:
+def make_worker(worker_class: str, config: ResolvedConfig, rank: int, rendezvous: Rendezvous | None = None) -> Worker:
     module, _, name = worker_class.partition(":")
     return getattr(import_module(module), name)(config, rank, rendezvous)
 
