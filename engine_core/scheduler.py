@@ -19,6 +19,7 @@ from .messages import EngineRequest, FinishedRequest, OutputBatch, RequestPrompt
 from .request import Request, State
 from .request_table import RequestTable
 from .stats import EngineStats
+from .step_shares import in_turn, within
 from .waiting_queue import WaitingQueue
 
 _NONE = _NO_DRAFTS = np.empty(0, np.int32)
@@ -204,7 +205,7 @@ class Scheduler:
         self, early: bool = False
     ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(slots, num_query, appends) of the running requests that get tokens, after preempting whom there
-        is no block for. The last in order gives way, so the first always advances. early: see _in_turn."""
+        is no block for. The last in order gives way, so the first always advances. early: see in_turn."""
         table, budget = self.table, self.limits.max_batched_tokens
         slots = table.order()
         if not slots.size:
@@ -214,9 +215,9 @@ class Scheduler:
         # A request whose tokens in flight reach its limit has nothing left to compute.
         pending = (expected - computed) * (expected < table.max_total[slots])
         if self._pipelined:
-            pending = self._in_turn(slots, pending, early)
+            pending = in_turn(table, slots, pending, self._num_steps + 1, self.limits.num_stages, early)
         while slots.size:
-            num_query = _within(budget, pending)
+            num_query = within(budget, pending)
             missing = self.blocks.missing(slots, computed + num_query)
             total = int(missing.sum())
             if total <= self.pool.num_free:
@@ -230,21 +231,6 @@ class Scheduler:
             return slots, num_query, appends
         chosen = num_query > 0
         return slots[chosen], num_query[chosen], appends
-
-    def _in_turn(self, slots: np.ndarray, pending: np.ndarray, early: bool) -> np.ndarray:
-        """What of `pending` a pipeline computes now. A row decodes when its last token has passed all stages: every
-        num_stages steps. So one step decodes only that share of the rows, and each stage has some to work on.
-
-        early: there is nothing else to do. Rows with one token in flight come too: the first stage waits for it, but
-        the step is planned and launched by then.
-        """
-        table, num_stages = self.table, self.limits.num_stages
-        in_flight = table.num_placeholders[slots]
-        age = self._num_steps + 1 - table.sampled_step[slots]
-        ready = in_flight <= 1 if early else (in_flight == 0) | (age >= num_stages)
-        pending = np.where(ready, pending, 0)
-        decodes = pending == 1
-        return np.where(decodes & (np.cumsum(decodes) > -(-len(slots) // num_stages)), 0, pending)
 
     def _preempt(self, slot: int) -> None:
         """Takes the blocks; tokens in flight still land and are kept."""
@@ -395,20 +381,6 @@ class Scheduler:
         if message.max_tokens < 1:
             return f"max_tokens={message.max_tokens}: must be at least 1"
         return ""
-
-
-def _within(budget: int, pending: np.ndarray) -> np.ndarray:
-    """As much of `pending` as the budget allows: rows with one token to compute first, so that a long prefill
-    does not hold up the others' decodes, then the rest in order."""
-    if int(pending.sum()) <= budget:
-        return pending
-    singles = _in_order(budget, np.where(pending == 1, 1, 0))
-    chunks = _in_order(budget - int(singles.sum()), np.where(pending == 1, 0, pending))
-    return (singles + chunks).astype(np.int32)
-
-
-def _in_order(budget: int, pending: np.ndarray) -> np.ndarray:
-    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
 
 
 def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:

@@ -15,6 +15,10 @@ import torch
 from ..errors import ConfigError, PeerLostError
 
 
+# Its name from torch 2.13 on.
+_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+
 @dataclass(frozen=True)
 class ParallelGroup:
     """rank: this process's place, 0 .. size - 1.
@@ -40,7 +44,7 @@ class ParallelGroup:
             return tensor
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         try:
-            torch.distributed.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+            _gather(gathered, tensor.contiguous(), group=self.process_group)
         except RuntimeError as error:
             raise _lost("all_gather", error) from error
         return torch.cat(gathered.chunk(self.size), dim)
