@@ -14,7 +14,6 @@ import torch
 
 from ..errors import ConfigError, PeerLostError
 
-
 # Its name from torch 2.13 on.
 _gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
