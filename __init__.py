@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .frontend.async_llm import AsyncLLM
     from .frontend.llm import LLM
     from .frontend.outputs import CompletionOutput, RequestOutput
-    from .frontend.sampling_params import SamplingParams
+    from .frontend.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ _HOME = {
     "InvalidRequestError": ".errors",
     "LLM": ".frontend.llm",
     "RequestOutput": ".frontend.outputs",
+    "RequestOutputKind": ".frontend.sampling_params",
     "SamplingParams": ".frontend.sampling_params",
     "StepaheadError": ".errors",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "EngineDeadError",
     "InvalidRequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StepaheadError",
 ]

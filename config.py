@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any
 
 import msgspec
 
 from .errors import ConfigError
+from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig, check_division
 
 EXECUTORS = ("mp", "uni")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *CHECKPOINT_DTYPES)
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _LONGEST_TIMEOUT = 1e9
-
+_MOST = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
+_TOKEN_BYTES = 4
 
 HELP = {
     "tokenizer": "folder or hub id of the tokenizer, when it is not the model's",
@@ -112,6 +115,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
     """Checks names, types and ranges. Raises: ConfigError naming the setting, its value and the limit."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"model={model!r}: must be a local folder or a hub id")
     known = EngineConfig.__struct_fields__
     for name in settings:
         if name not in known:
@@ -132,6 +137,7 @@ def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: b
     if asked is not None and asked > model.max_position:
         raise ConfigError(f"max_model_len={asked} is longer than the model's {model.max_position} positions")
     check_division(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+    _check_batch_memory(config.max_num_seqs, asked or model.max_position)
     async_on, reason = resolve_async_scheduling(config, executor_supports_async)
     return ResolvedConfig(
         settings=config,
@@ -160,6 +166,17 @@ def resolve_async_scheduling(config: EngineConfig, executor_supports: bool) -> t
     return True, f"{asked}; executor {config.executor!r} supports it"
 
 
+def _check_batch_memory(max_num_seqs: int, max_model_len: int) -> None:
+    """Every request in a step has room for max_model_len token ids."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = memory // (max_model_len * _TOKEN_BYTES)
+    if max_num_seqs > most:
+        raise ConfigError(
+            f"max_num_seqs={max_num_seqs}: token ids of that many requests of max_model_len={max_model_len} fill more "
+            f"than this machine's {memory >> 30} GiB of memory; must be at most {most}"
+        )
+
+
 def _check_ranges(config: EngineConfig) -> None:
     for name in EngineConfig.__struct_fields__:
         value = getattr(config, name)
@@ -175,6 +192,10 @@ def _check_ranges(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
+    for name, most in _MOST.items():
+        value = getattr(config, name)
+        if value > most:
+            raise ConfigError(f"{name}={value}: must be at most {most}")
     for name, allowed in (
         ("executor", EXECUTORS), ("dtype", DTYPES), ("load_format", LOAD_FORMATS),
         ("device", DEVICES), ("scheduling_policy", POLICIES),

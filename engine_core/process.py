@@ -25,7 +25,7 @@ from ..errors import ConfigError, StepaheadError, WorkerError
 from ..executor.registry import executor_class
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.logs import log_to_stderr, phase
-from ..worker.sockets import SIGNAL_CHECK_MS, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, open_socket, remove_all_directories
 from .messages import (
     AbortRequests,
     AddRequest,
@@ -66,12 +66,18 @@ class Terminated(SystemExit):
 def main(message: bytes) -> int:
     start = msgspec.msgpack.decode(message, type=EngineStart)
     log_to_stderr("engine core", start.config.settings.log_level)
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    links = _Links(start.inputs, start.outputs)
     try:
-        return _serve(start, links)
+        signal.signal(signal.SIGTERM, _raise_terminated)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the client started us without it
+        links = _Links(start.inputs, start.outputs)
+        try:
+            return _serve(start, links)
+        finally:
+            links.close()
+    except Terminated:  # before or after there was anything to end
+        return 128 + signal.SIGTERM
     finally:
-        links.close()
+        remove_all_directories()  # one SIGTERM may have killed the client too, and we end before we notice
 
 
 def _serve(start: EngineStart, links: _Links) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineMessage, OutputBatch
 from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError, StepaheadError
 from .engine_client import EngineClient
+from .engine_owner import EngineOwner
 from .engine_setup import Engine, start_engine
 from .output_processor import OutputProcessor, RequestState
 from .outputs import RequestOutput
@@ -23,7 +24,7 @@ from .request_processing import PreparedRequest, Prompt
 from .sampling_params import RequestOutputKind, SamplingParams
 
 
-class AsyncLLM:
+class AsyncLLM(EngineOwner):
     """A model and the engine that runs it, for asyncio.
 
     model: a local folder or a Hugging Face hub id. settings: see EngineConfig. Construction blocks until the
@@ -39,25 +40,6 @@ class AsyncLLM:
 
     def _start(self, model: str, settings: dict[str, Any]) -> Engine:
         return start_engine(model, settings, self._hub.on_message)
-
-    @property
-    def engine_info(self) -> EngineInfo:
-        return self._engine.client.info
-
-    @property
-    def async_scheduling(self) -> bool:
-        return self.engine_info.async_scheduling
-
-    @property
-    def async_reason(self) -> str:
-        """Why async scheduling is on or off."""
-        return self.engine_info.async_reason
-
-    def get_tokenizer(self) -> Any:
-        """The transformers tokenizer. Raises: InvalidRequestError with skip_tokenizer_init."""
-        if self._engine.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
-        return self._engine.tokenizer
 
     async def stats(self) -> EngineStats:
         """What the engine has counted since it started, and its state now."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .. import __version__
-from ..config import DEVICES, DTYPES, EXECUTORS, HELP, LOAD_FORMATS, LOG_LEVELS, POLICIES, EngineConfig
+from ..config import DEVICES, DTYPES, HELP, LOAD_FORMATS, LOG_LEVELS, POLICIES, EngineConfig
 from ..errors import EngineDeadError, StepaheadError
 from ..worker import standard_streams
 from ..worker.logs import log_to_stderr
@@ -30,6 +30,8 @@ from .tokenizer import render_chat
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
+    from .cli_requests import CommandRequest
+    from .request_processing import Prompt
 
 _ENGINE_FAILED = 1
 _USER_ERROR = 2
@@ -38,7 +40,6 @@ _TERMINATED = 128 + signal.SIGTERM
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 _CHOICES = {
-    "executor": EXECUTORS,
     "dtype": DTYPES,
     "load_format": LOAD_FORMATS,
     "device": DEVICES,
@@ -91,7 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
     generate.add_argument("--model", required=True, help=_MODEL_HELP)
-    generate.add_argument("--prompt", required=True, action="append", help="may be given several times")
+    generate.add_argument("--prompt", action="append", help="may be given several times")
+    generate.add_argument(
+        "--prompt-token-ids", action="append", metavar="IDS", help="a prompt as 1,2,3 or [1, 2, 3]; several times too"
+    )
+    generate.add_argument(
+        "--priority", action="append", type=int, metavar="INT",
+        help="with --scheduling-policy priority, a lower number goes first: one for all, or given once a prompt",
+    )  # fmt: skip
     generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     generate.add_argument("--json", action="store_true", help="print a JSON object a prompt, then one about the run")
     sampling = generate.add_argument_group("sampling")
@@ -158,7 +166,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_OPTIONS])
     if "log_level" in settings:
         log_to_stderr("front end", settings["log_level"])
-    stream = not arguments.json and len(arguments.prompt) == 1
+    from .cli_requests import requests_of
+
+    asked = requests_of(arguments)
+    stream = not arguments.json and len(asked) == 1
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
         stop=arguments.stop,
@@ -172,7 +183,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         report = GenerationReport(engine.engine_info)
         if not arguments.json:
             print(report.mode_line(), file=sys.stderr, flush=True)
-        asyncio.run(_answer(engine, arguments, params, report))
+        asyncio.run(_answer(engine, asked, arguments, params, report))
     finally:
         engine.close()
     if arguments.json:
@@ -182,23 +193,25 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 async def _answer(
-    engine: AsyncLLM, arguments: argparse.Namespace, params: SamplingParams, report: GenerationReport
+    engine: AsyncLLM,
+    asked: Sequence[CommandRequest],
+    arguments: argparse.Namespace,
+    params: SamplingParams,
+    report: GenerationReport,
 ) -> None:
     """All prompts at once; their texts in the order of the prompts."""
     show = sys.stdout.write if params.output_kind is RequestOutputKind.DELTA else None
     report.start()
-    requests = [
-        asyncio.create_task(_complete(engine, prompt, arguments.chat, params, show)) for prompt in arguments.prompt
-    ]
+    requests = [asyncio.create_task(_complete(engine, one, arguments.chat, params, show)) for one in asked]
     try:
-        for prompt, request in zip(arguments.prompt, requests, strict=True):
+        for one, request in zip(asked, requests, strict=True):
             answer = await request
             report.add(answer.num_prompt, len(answer.token_ids), answer.metrics)
             if arguments.json:
                 shown = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason")}
-                print(json.dumps({"prompt": prompt, **shown}), flush=True)
+                print(json.dumps({"prompt": one.prompt, **shown}), flush=True)
             elif show is None:
-                print(f"> {prompt}\n{answer.text}\n", flush=True)
+                print(f"> {one.prompt}\n{answer.shown}\n", flush=True)
             else:
                 print()
     finally:
@@ -215,21 +228,28 @@ class _Answer:
     token_ids: list[int]
     finish_reason: str | None
     metrics: RequestMetrics
+    shown: str = ""
 
 
 async def _complete(
-    engine: AsyncLLM, prompt: str, chat: bool, params: SamplingParams, show: Callable[[str], Any] | None
+    engine: AsyncLLM, asked: CommandRequest, chat: bool, params: SamplingParams, show: Callable[[str], Any] | None
 ) -> _Answer:
-    """show: gets the text as it comes."""
-    text = render_chat(engine.get_tokenizer(), [{"role": "user", "content": prompt}]) if chat else prompt
+    """show: gets the text, or the token ids of an engine without a tokenizer, as it comes."""
+    prompt: Prompt = asked.prompt
+    if chat:
+        prompt = render_chat(engine.get_tokenizer(), [{"role": "user", "content": asked.prompt}])
     answer = _Answer(0, "", [], None, RequestMetrics(0.0))
-    async with aclosing(engine.generate(text, params, add_special_tokens=not chat)) as outputs:
+    texts = engine.has_tokenizer
+    stream = engine.generate(prompt, params, priority=asked.priority, add_special_tokens=not chat)
+    async with aclosing(stream) as outputs:
         async for output in outputs:
             sequence = output.outputs[0]
+            news = sequence.text if texts else "".join(f"{token_id} " for token_id in sequence.token_ids)
             if show is not None:
-                show(sequence.text)
+                show(news)
                 sys.stdout.flush()
             answer.text += sequence.text
+            answer.shown += news
             answer.token_ids += sequence.token_ids
             answer.finish_reason = sequence.finish_reason
             answer.num_prompt, answer.metrics = len(output.prompt_token_ids), output.metrics

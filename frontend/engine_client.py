@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import signal
 import threading
 import traceback
 import weakref
@@ -48,6 +49,9 @@ ENGINE_MAIN = "stepahead.engine_core.process:main"
 
 STOP_GRACE = 5.0
 """Seconds the engine core gets to end by itself before it is made to."""
+
+_INTERRUPTED_PATIENCE = 0.5
+"""Seconds it gets when the user interrupts its start: a worker in the middle of loading hears nothing for long."""
 
 _MESSAGES_A_TURN = 64
 """Taken before senders get their turn, so that a busy engine does not keep an abort waiting."""
@@ -108,14 +112,16 @@ class _Connection:
         self._inputs = open_socket(self._context, zmq.PUSH)
         self._outputs = open_socket(self._context, zmq.PULL)
         self._decoder: Codec[EngineMessage] = Codec(EngineMessage)
-        directory = SocketDirectory()
+        directory = SocketDirectory.unmade()
         self._process: ChildProcess | None = None
         try:
-            self._process = self._start(config, directory)
+            self._process = _spawn(directory)
+            self._start(self._process, config, directory)
             self.info = self._handshake(self._process)
-        except BaseException:
+        except BaseException as error:
             if self._process is not None:
-                stop_all([self._process], 0.0)
+                interrupted = not isinstance(error, Exception)
+                stop_all([self._process], 0.0, *([_INTERRUPTED_PATIENCE] if interrupted else []))
             self._context.destroy(linger=0)
             raise
         finally:
@@ -179,15 +185,16 @@ class _Connection:
         with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
             os.write(self._wake_writer, b"\0")
 
-    def _start(self, config: ResolvedConfig, directory: SocketDirectory) -> ChildProcess:
+    def _start(self, process: ChildProcess, config: ResolvedConfig, directory: SocketDirectory) -> None:
         start = EngineStart(
             config=config,
             inputs=directory.address("inputs"),
             outputs=directory.address("outputs"),
         )
+        directory.make()
         self._inputs.bind(start.inputs)
         self._outputs.bind(start.outputs)
-        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", msgspec.msgpack.encode(start), directory)
+        process.tell(msgspec.msgpack.encode(start))
 
     def _handshake(self, process: ChildProcess) -> EngineInfo:
         poller = self._poller(process)
@@ -298,6 +305,16 @@ class _Connection:
         poller.register(self._outputs, zmq.POLLIN)
         poller.register(process.sentinel, zmq.POLLIN)
         return poller
+
+
+def _spawn(directory: SocketDirectory) -> ChildProcess:
+    """The engine core: deaf to SIGTERM until it handles it, so that one sent to the whole group, which kills a script
+    at once, leaves somebody to remove the directory."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", None, directory)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _pack_callable(value: Any) -> Any:

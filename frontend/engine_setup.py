@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from ..engine_core.messages import EngineMessage
 from ..executor.registry import executor_class
 from ..worker.logs import phase
 from ..worker.model_config import read_model_config
+from ..worker.sockets import SIGNAL_CHECK_MS
 from .detokenizer import DetokenizerFactory
 from .engine_client import EngineClient
 from .hub import resolve_folder
@@ -70,7 +73,6 @@ def start_engine(model: str, settings: dict[str, Any], on_message: Callable[[Eng
     except BaseException:
         if client is not None:
             client.close()
-        loading.wait()
         raise
     return Engine(resolved, client, tokenizer, requests, outputs)
 
@@ -87,7 +89,11 @@ def _with_folders(config: EngineConfig) -> tuple[EngineConfig, str | None]:
 
 
 class _TokenizerLoad:
-    """Loads it in a thread: importing transformers takes about as long as the engine takes to start."""
+    """Loads it in a thread: importing transformers takes about as long as the engine takes to start.
+
+    Whoever gives up does not wait for it. It then goes on in the background, so that the imports are whole for a next
+    try; only the end of the interpreter, which an import must not meet, breaks it off.
+    """
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
@@ -95,6 +101,7 @@ class _TokenizerLoad:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="TokenizerLoad", daemon=True)
         if folder is not None:
+            atexit.register(self._break_off)
             self._thread.start()
 
     def _run(self) -> None:
@@ -105,13 +112,16 @@ class _TokenizerLoad:
         except Exception as error:
             self._error = error
 
-    def wait(self) -> None:
-        """Also before giving up: a thread in the middle of an import must not meet the end of the interpreter."""
-        if self._folder is not None:
-            self._thread.join()
+    def _break_off(self) -> None:
+        raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        while self._thread.is_alive():  # what it imports may swallow one
+            raise_in_thread(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
+            self._thread.join(0.05)
 
     def result(self) -> Any | None:
-        self.wait()
+        while self._folder is not None and self._thread.is_alive():
+            self._thread.join(SIGNAL_CHECK_MS / 1000)
+        atexit.unregister(self._break_off)
         if self._error is not None:
             raise self._error
         return self._tokenizer

@@ -20,14 +20,15 @@ def resolve_folder(name: str, revision: str | None = None, tokenizer_only: bool 
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return os.path.abspath(path)
+    what, holds = ("tokenizer", "its files") if tokenizer_only else ("model", "config.json and the weights")
     if os.path.exists(path):
-        raise ConfigError(f"model {name!r} is a file; give the folder that holds config.json and the weights")
+        raise ConfigError(f"{what} {name!r} is a file; give the folder that holds {holds}")
     if not _REPOSITORY.fullmatch(name) or name.startswith("."):
-        raise ConfigError(f"model folder {name!r} does not exist")
-    return _snapshot(name, revision, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
+        raise ConfigError(f"{what} folder {name!r} does not exist")
+    return _snapshot(f"{what} {name!r}", name, revision, _TOKENIZER_FILES if tokenizer_only else _MODEL_FILES)
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> str:
+def _snapshot(what: str, name: str, revision: str | None, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -37,7 +38,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> str:
         RevisionNotFoundError,
     )
 
-    where = f"model {name!r}" + (f" (revision {revision!r})" if revision else "")
+    where = what + (f" (revision {revision!r})" if revision else "")
     try:
         return snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
     except GatedRepoError:

@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineInfo, EngineMessage, OutputBatch
+from ..engine_core.messages import AbortRequests, AddRequest, EngineFailed, EngineMessage, OutputBatch
 from ..engine_core.stats import EngineStats
 from ..errors import EngineDeadError, InvalidRequestError
+from .engine_owner import EngineOwner
 from .engine_setup import Engine, start_engine
 from .output_processor import RequestState
 from .outputs import RequestOutput
 from .profile import Profile
 from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
-from .tokenizer import Message, render_chat
+from .tokenizer import Message, conversations_of, render_chat
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -31,7 +32,7 @@ class _Closed:
     """What close() puts into the inbox, so that a generate() that waits there ends."""
 
 
-class LLM:
+class LLM(EngineOwner):
     """A model and the engine that runs it.
 
     model: a local folder or a Hugging Face hub id. settings: see EngineConfig.
@@ -49,25 +50,6 @@ class LLM:
 
     def _start(self, model: str, settings: dict[str, Any]) -> Engine:
         return start_engine(model, settings, self._inbox.put)
-
-    @property
-    def engine_info(self) -> EngineInfo:
-        return self._engine.client.info
-
-    @property
-    def async_scheduling(self) -> bool:
-        return self.engine_info.async_scheduling
-
-    @property
-    def async_reason(self) -> str:
-        """Why async scheduling is on or off."""
-        return self.engine_info.async_reason
-
-    def get_tokenizer(self) -> Any:
-        """The transformers tokenizer. Raises: InvalidRequestError with skip_tokenizer_init."""
-        if self._engine.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init=True)")
-        return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
         """What the engine has counted since it started, and its state now."""
@@ -134,24 +116,22 @@ class LLM:
     ) -> list[RequestOutput]:
         """generate() on conversations, through the model's chat template.
 
-        messages: one conversation, or a list of them; a message is {"role": …, "content": …}.
+        messages: one conversation, or a list of them; a message is {"role": …, "content": …}, its content text or
+        a list of parts {"type": "text", "text": …}, joined by line ends.
         Raises: InvalidRequestError also when there is no chat template; EngineDeadError.
         """
-        if not messages:
-            raise InvalidRequestError("messages is empty: a conversation must hold at least one message")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = [
             render_chat(
                 tokenizer,
-                conversation,  # type: ignore[arg-type]  # a conversation now, which mypy cannot tell
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation in conversations_of(messages)
         ]
         return self._generate(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
 

@@ -20,7 +20,7 @@ from .sampling_params import SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may hold "cache_salt"."""
 
-
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITIES = 2**63
 
 
@@ -90,13 +90,13 @@ class RequestProcessor:
         text: Any = None
         ids: Any = None
         if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
+            unknown = [key for key in prompt if key not in _PROMPT_KEYS]
             if unknown:
-                raise InvalidRequestError(f"prompt has unknown key {unknown[0]!r}; known: prompt, prompt_token_ids")
+                raise InvalidRequestError(f"prompt has unknown key {unknown[0]!r}; known: {', '.join(_PROMPT_KEYS)}")
             text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
             if not isinstance(salt, str):
                 raise InvalidRequestError(f"cache_salt={salt!r}: must be a string")
-            _check_text("cache_salt", salt)
+            check_text("cache_salt", salt)
         elif isinstance(prompt, str):
             text = prompt
         else:
@@ -110,7 +110,7 @@ class RequestProcessor:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError("a text prompt needs a tokenizer (skip_tokenizer_init=True): give token ids")
-        _check_text("prompt or bad word", text)
+        check_text("prompt or bad word", text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_prompt_ids(self, ids: Any) -> list[int]:
@@ -197,8 +197,11 @@ class RequestProcessor:
         return found
 
 
-def _check_text(what: str, text: str) -> None:
-    """A str may hold half a surrogate pair: a command line that was not UTF-8 does. No tokenizer takes it."""
+def check_text(what: str, text: str) -> None:
+    """A str may hold half a surrogate pair: a command line that was not UTF-8 does. No tokenizer takes it.
+
+    Raises: InvalidRequestError.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -12,6 +12,8 @@ from ..errors import InvalidRequestError
 
 _GREEDY_BELOW = 1e-5
 _MAX_SEED = 2**63 - 1
+_MAX_N = 16384
+"""Each is a request of its own to the engine."""
 _EXTREME = 1e6
 """Far more than anyone means, and far less than makes float32 logits overflow: an infinity times 0, or less another,
 is no number, and no mask holds it back."""
@@ -29,7 +31,7 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How the tokens of a request are chosen, and when it ends.
 
-    n: sequences per prompt; the i-th uses seed + i. temperature: 0 takes the most likely token.
+    n: sequences per prompt, 16384 at most; the i-th uses seed + i. temperature: 0 takes the most likely token.
     top_k: 0 and -1 keep all. min_p: drops tokens less likely than min_p times the most likely one.
     seed: None draws one from the engine's generator (setting `seed`), so a program that submits the same
     requests in the same order gets the same tokens. presence_penalty, frequency_penalty: over the output;
@@ -90,6 +92,8 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_float("repetition_penalty", self.repetition_penalty, 1 / _EXTREME, _EXTREME)
         _check_int("n", self.n, 1)
+        if self.n > _MAX_N:
+            raise InvalidRequestError(f"n={self.n}: must be at most {_MAX_N}")
         _check_int("top_k", self.top_k, -1)
         _check_int("min_tokens", self.min_tokens, 0)
         for name, least in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1), ("seed", 0)):

@@ -22,6 +22,8 @@ _WORTH_A_FORK = 1 << 14
 """Elements to compute before a second thread pays for waking it."""
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_QuickEntry = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+"""Keeps the interpreter lock: to get it back from a busy thread would take longer than a small launch."""
 
 
 class NumbaKernel:
@@ -30,6 +32,10 @@ class NumbaKernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
         self._compiled: dict[tuple[torch.dtype, tuple[tuple[str, int], ...]], Any] = {}
+
+    def launch_integers(self, words: tuple[int, ...], num_tasks: int, work: int) -> None:
+        """As launch, for a kernel that has neither elements nor constants."""
+        self.launch(torch.float32, words, num_tasks, work, {})
 
     def launch(
         self, dtype: torch.dtype, words: tuple[int, ...], num_tasks: int, work: int, constants: dict[str, int]
@@ -45,7 +51,10 @@ class NumbaKernel:
             entry = self._compiled[key] = self._compile(*key)
         launch = array("q", (0, num_tasks, *words))
         address, _ = launch.buffer_info()
-        threads = min(torch.get_num_threads(), num_tasks) if work >= _WORTH_A_FORK else 1
+        if work < _WORTH_A_FORK:
+            entry.quick(address)
+            return
+        threads = min(torch.get_num_threads(), num_tasks)
         fork_join = _fork_join()
         if threads > 1 and fork_join is not None:
             fork_join(entry, address, threads, 0)
@@ -61,6 +70,7 @@ class NumbaKernel:
         kind = nl.LaunchType(nl.ELEMENTS[_ELEMENTS[dtype]], constants)
         compiled = numba.cfunc(numba.types.void(kind), cache=True)(self.function)
         entry: Any = _Entry(int(compiled.address or 0))
+        entry.quick = _QuickEntry(int(compiled.address or 0))
         entry.keeps = compiled  # the machine code lives as long as this
         return entry
 
@@ -88,6 +98,11 @@ def _name_language(module: dict[str, Any], nl: Any) -> None:
 def runs_in_numba(x: torch.Tensor, *widths: int) -> bool:
     """Whether numba is here and its kernels take x's element type and rows of these lengths."""
     return x.is_cpu and x.dtype in _ELEMENTS and not any(width % LANES for width in widths) and numba_is_here()
+
+
+def keeps_state_in_numba(x: torch.Tensor) -> bool:
+    """As runs_in_numba, for kernels that compute with integers only."""
+    return x.is_cpu and numba_is_here()
 
 
 @functools.cache

@@ -303,6 +303,19 @@ def max_of(typingctx: Any, a: Any) -> Any:
 
 
 @intrinsic
+def first_of(typingctx: Any, a: Any, value: Any) -> Any:
+    """The first lane that equals value; 16 when none does."""
+
+    def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> Value:
+        other = vectors.spread(builder, context.cast(builder, values[1], value, types.float32))
+        equal = builder.bitcast(builder.fcmp_ordered("==", values[0], other), ir.IntType(LANES))
+        found = builder.or_(builder.zext(equal, INT64), ir.Constant(INT64, 1 << LANES))
+        return builder.cttz(found, ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(a, value), build
+
+
+@intrinsic
 def only_between(typingctx: Any, value: Any, first: Any, end: Any, other: Any) -> Any:
     """value in lanes first .. end (integers, may lie outside 0 .. 16), other in the others."""
 

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._numba import NumbaKernel, keeps_state_in_numba
 from ._triton import ceil_div, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+    from . import _numba_language as nl
 
 
 def combine_sampled_and_draft_tokens(
@@ -31,7 +34,12 @@ def combine_sampled_and_draft_tokens(
     num_tokens int32 [num_slots], last_sampled int32 [num_slots, 1], draft_tokens int32 [num_slots, k], k >= 0.
     max_query_len: host-side upper bound over the rows. Returns input_ids int32 [t].
     """
-    function = combine_sampled_and_draft_tokens_triton if slots.is_cuda else combine_sampled_and_draft_tokens_reference
+    if slots.is_cuda:
+        function = combine_sampled_and_draft_tokens_triton
+    elif keeps_state_in_numba(slots):
+        function = combine_sampled_and_draft_tokens_numba
+    else:
+        function = combine_sampled_and_draft_tokens_reference
     return function(
         slots, query_start, positions, all_token_ids, prefill_len, num_tokens, last_sampled, draft_tokens, max_query_len
     )
@@ -114,3 +122,47 @@ def _combine_kernel(
     other = tl.load(draft_tokens + slot * NUM_DRAFTS + draft, mask=drafted, other=last)
     ids = tl.load(all_token_ids + slot * ids_stride + position, mask=known, other=other)
     tl.store(input_ids + token, ids, mask=inside)
+
+
+def combine_sampled_and_draft_tokens_numba(
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    prefill_len: torch.Tensor,
+    num_tokens: torch.Tensor,
+    last_sampled: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    max_query_len: int,
+) -> torch.Tensor:
+    input_ids = torch.empty(positions.shape[0], dtype=torch.int32)
+    words = (
+        slots.data_ptr(), query_start.data_ptr(), positions.data_ptr(), all_token_ids.data_ptr(),
+        prefill_len.data_ptr(), num_tokens.data_ptr(), last_sampled.data_ptr(), draft_tokens.data_ptr(),
+        input_ids.data_ptr(), all_token_ids.stride(0), last_sampled.stride(0), draft_tokens.shape[1],
+    )  # fmt: skip
+    _combine_loop.launch_integers(words, slots.shape[0], positions.shape[0])
+    return input_ids
+
+
+@NumbaKernel
+def _combine_loop(args: nl.Args) -> None:
+    slots, query_start, positions = nl.int32s(args, 0), nl.int32s(args, 1), nl.int64s(args, 2)
+    all_token_ids, prefill_len, num_tokens = nl.int32s(args, 3), nl.int32s(args, 4), nl.int32s(args, 5)
+    last_sampled, draft_tokens, input_ids = nl.int32s(args, 6), nl.int32s(args, 7), nl.int32s(args, 8)
+    ids_stride, last_stride, num_drafts = nl.integer(args, 9), nl.integer(args, 10), nl.integer(args, 11)
+    row = nl.next_task(args)
+    while row >= 0:
+        slot = slots[row]
+        for token in range(query_start[row], query_start[row + 1]):
+            if slot < 0:
+                input_ids[token] = 0
+            elif positions[token] < prefill_len[slot]:
+                input_ids[token] = all_token_ids[slot * ids_stride + positions[token]]
+            else:
+                draft = positions[token] - num_tokens[slot]
+                if 0 <= draft < num_drafts:
+                    input_ids[token] = draft_tokens[slot * num_drafts + draft]
+                else:
+                    input_ids[token] = last_sampled[slot * last_stride]
+        row = nl.next_task(args)

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._numba import NumbaKernel, keeps_state_in_numba
 from ._triton import kernel, next_power_of_2
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+    from . import _numba_language as nl
 
 
 def post_update(
@@ -31,7 +34,10 @@ def post_update(
     checked (num_sampled - 1 of them were accepted), or None. Per slot: num_computed, num_tokens int32
     [num_slots], all_token_ids int32 [num_slots, max_len], last_sampled int32 [num_slots, 1].
     """
-    function = post_update_triton if slots.is_cuda else post_update_reference
+    if slots.is_cuda:
+        function = post_update_triton
+    else:
+        function = post_update_numba if keeps_state_in_numba(slots) else post_update_reference
     function(
         slots, query_start, sampled, num_sampled, num_drafts, num_computed, num_tokens, all_token_ids, last_sampled
     )
@@ -125,3 +131,48 @@ def _post_update_kernel(
             tl.store(all_token_ids + slot * ids_stride + first + j, tokens, mask=appended)
             tl.store(last_sampled + slot * last_stride, tl.load(sampled + row * sampled_stride + count - 1))
             tl.store(num_tokens + slot, first + count)
+
+
+def post_update_numba(
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_drafts: torch.Tensor | None,
+    num_computed: torch.Tensor,
+    num_tokens: torch.Tensor,
+    all_token_ids: torch.Tensor,
+    last_sampled: torch.Tensor,
+) -> None:
+    words = (
+        slots.data_ptr(), query_start.data_ptr(), sampled.data_ptr(), num_sampled.data_ptr(),
+        0 if num_drafts is None else num_drafts.data_ptr(), num_computed.data_ptr(), num_tokens.data_ptr(),
+        all_token_ids.data_ptr(), last_sampled.data_ptr(), sampled.stride(0), all_token_ids.stride(0),
+        last_sampled.stride(0), all_token_ids.shape[1], num_drafts is not None,
+    )  # fmt: skip
+    _post_update_loop.launch_integers(words, slots.shape[0], sampled.numel())
+
+
+@NumbaKernel
+def _post_update_loop(args: nl.Args) -> None:
+    slots, query_start, sampled = nl.int32s(args, 0), nl.int32s(args, 1), nl.int32s(args, 2)
+    num_sampled, num_drafts, num_computed = nl.int32s(args, 3), nl.int32s(args, 4), nl.int32s(args, 5)
+    num_tokens, all_token_ids, last_sampled = nl.int32s(args, 6), nl.int32s(args, 7), nl.int32s(args, 8)
+    sampled_stride, ids_stride = nl.integer(args, 9), nl.integer(args, 10)
+    last_stride, max_len, has_drafts = nl.integer(args, 11), nl.integer(args, 12), nl.integer(args, 13)
+    row = nl.next_task(args)
+    while row >= 0:
+        slot, count = slots[row], num_sampled[row]
+        if slot >= 0:
+            advance = query_start[row + 1] - query_start[row]
+            if has_drafts and count > 0:
+                advance -= num_drafts[row] - (count - 1)
+            num_computed[slot] += advance
+            first = num_tokens[slot]
+            for j in range(count):
+                token = sampled[row * sampled_stride + j]
+                last_sampled[slot * last_stride] = token
+                if first + j < max_len:
+                    all_token_ids[slot * ids_stride + first + j] = token
+            num_tokens[slot] = first + count
+        row = nl.next_task(args)

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._numba import NumbaKernel, keeps_state_in_numba
 from ._triton import ceil_div, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+    from . import _numba_language as nl
 
 
 def prepare_inputs(
@@ -29,7 +32,10 @@ def prepare_inputs(
     Returns (positions int64 [t], seq_lens int32 [n], slot_mapping int64 [t]); a padding row has
     seq_len 0, and its tokens position 0 and slot mapping -1.
     """
-    function = prepare_inputs_triton if slots.is_cuda else prepare_inputs_reference
+    if slots.is_cuda:
+        function = prepare_inputs_triton
+    else:
+        function = prepare_inputs_numba if keeps_state_in_numba(slots) else prepare_inputs_reference
     return function(slots, query_start, num_computed, block_table, block_size, num_tokens_in_step, max_query_len)
 
 
@@ -108,3 +114,46 @@ def _prepare_inputs_kernel(
     place = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(positions + begin + offset, position.to(tl.int64), mask=inside)
     tl.store(slot_mapping + begin + offset, place, mask=inside)
+
+
+def prepare_inputs_numba(
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    num_tokens_in_step: int,
+    max_query_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    positions = torch.empty(num_tokens_in_step, dtype=torch.int64)
+    slot_mapping = torch.empty_like(positions)
+    seq_lens = torch.empty(slots.shape[0], dtype=torch.int32)
+    words = (
+        slots.data_ptr(), query_start.data_ptr(), num_computed.data_ptr(), block_table.data_ptr(),
+        positions.data_ptr(), seq_lens.data_ptr(), slot_mapping.data_ptr(), block_table.stride(0), block_size,
+    )  # fmt: skip
+    _prepare_inputs_loop.launch_integers(words, slots.shape[0], num_tokens_in_step)
+    return positions, seq_lens, slot_mapping
+
+
+@NumbaKernel
+def _prepare_inputs_loop(args: nl.Args) -> None:
+    slots, query_start, num_computed = nl.int32s(args, 0), nl.int32s(args, 1), nl.int32s(args, 2)
+    block_table, positions, seq_lens = nl.int32s(args, 3), nl.int64s(args, 4), nl.int32s(args, 5)
+    slot_mapping, table_stride, block_size = nl.int64s(args, 6), nl.integer(args, 7), nl.integer(args, 8)
+    row = nl.next_task(args)
+    while row >= 0:
+        slot, begin, end = slots[row], query_start[row], query_start[row + 1]
+        if slot < 0:
+            seq_lens[row] = 0
+            for token in range(begin, end):
+                positions[token], slot_mapping[token] = 0, -1
+        else:
+            computed = num_computed[slot]
+            seq_lens[row] = computed + end - begin
+            for token in range(begin, end):
+                position = computed + token - begin
+                block = block_table[slot * table_stride + position // block_size]
+                positions[token] = position
+                slot_mapping[token] = block * block_size + position % block_size
+        row = nl.next_task(args)

@@ -52,6 +52,8 @@ def test_async_scheduling_is_never_off_silently(caplog: pytest.LogCaptureFixture
         ({"max_num_seq": 4}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be at least 1"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
+        ({"max_num_seqs": 10**6}, "max_num_seqs=1000000: must be at most 65536"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens=1000000000: must be at most 1048576"),
         ({"block_size": 12}, "block_size=12: must be a power of two"),
         ({"dtype": "int4"}, "dtype='int4': must be one of auto, float32"),
         ({"executor": "thread"}, "executor='thread'"),
@@ -74,6 +76,12 @@ def test_bad_settings_are_refused_with_their_value_and_the_limit(settings: dict[
 def test_a_context_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len=101 is longer than the model's 100 positions"):
         resolve(parse_settings("m", {"max_model_len": 101}), MODEL, executor_supports_async=True)
+
+
+def test_more_token_ids_than_the_machine_has_memory_for_are_refused() -> None:
+    long = ModelConfig(architecture="HashLM", vocab_size=10, max_position=2**40)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=256: .*max_model_len=1099511627776 .* must be at most \d+"):
+        resolve(parse_settings("m", {}), long, executor_supports_async=True)
 
 
 def test_the_queue_is_one_deeper_with_async_scheduling() -> None:

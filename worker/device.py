@@ -87,10 +87,11 @@ class Device(ABC):
 
     @abstractmethod
     def copy_to_host(self, sources: Callable[[], Sequence[torch.Tensor]], targets: Sequence[torch.Tensor]) -> Event:
-        """Copies, on the copy stream and after all launched work, the tensors that sources() returns (it
-        is called as launched work) into the host tensors `targets`, of the same shapes and types.
+        """Copies, on the copy stream and after all launched work, the tensors that sources() returns (it is called
+        after that work was launched, on CPU once it has run) into the host tensors `targets`, of the same shapes and
+        types. The compute stream does not wait for the copy: no later work may change these tensors.
 
-        Returns the event after which the targets may be read.
+        Returns the event after whose wait() the targets may be read.
         """
 
     @abstractmethod

@@ -27,19 +27,30 @@ class _Failure:
 
 
 class CpuEvent(Event):
-    def __init__(self) -> None:
-        self._passed = threading.Event()
+    """A lock that is held until the stream gets here: to open it is one call, and the device thread makes it between
+    two steps. then: done once, by whoever waits."""
+
+    def __init__(self, then: Callable[[], None] | None = None) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._passed = False
+        self._then = then
         self._failure: _Failure | None = None
         self._time_ns = 0
 
     def wait(self, timeout: float | None = None) -> None:
-        if not self._passed.wait(timeout):
-            raise TimeoutError(f"the device has not got there within {timeout} s")
+        if not self._passed:
+            if not self._gate.acquire(timeout=-1 if timeout is None else timeout):
+                raise TimeoutError(f"the device has not got there within {timeout} s")
+            self._gate.release()
         if self._failure is not None:
             self._failure.throw()
+        if self._then is not None:
+            self._then()
+            self._then = None
 
     def done(self) -> bool:
-        return self._passed.is_set()
+        return self._passed
 
     def time_ns(self) -> int:
         return self._time_ns
@@ -48,7 +59,8 @@ class CpuEvent(Event):
         """Device thread: the stream has come to this event."""
         self._time_ns = time.monotonic_ns()
         self._failure = failure
-        self._passed.set()
+        self._passed = True
+        self._gate.release()
 
 
 class _CpuWork(TimedWork):
@@ -101,12 +113,16 @@ class CpuDevice(Device):
         return host
 
     def copy_to_host(self, sources: Callable[[], Sequence[torch.Tensor]], targets: Sequence[torch.Tensor]) -> Event:
+        """The copy stream is whoever waits for the event: the device thread goes on with the next step meanwhile."""
+
+        @torch.inference_mode()
         def copy() -> None:
             for target, source in zip(targets, sources(), strict=True):
                 target.copy_(source)
 
-        self.launch(copy)
-        return self.record()
+        event = CpuEvent(copy)
+        self._queue.put(event)
+        return event
 
     def close(self) -> None:
         self._closing = True

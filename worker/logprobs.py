@@ -50,7 +50,7 @@ def prompt_logprobs(
     parts = []
     for start in range(0, len(index), rows):
         logits = compute_logits(hidden[index[start : start + rows]])
-        parts.append(gather_logprobs(logits.log_softmax(1), targets[start : start + rows], k))
+        parts.append(gather_logprobs(logits.float().log_softmax(1), targets[start : start + rows], k))
     if len(parts) == 1:
         return parts[0]
     return DeviceLogprobs(

@@ -18,7 +18,7 @@ from .models.registry import SUPPORTED
 
 T = TypeVar("T")
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,8 +276,8 @@ def _refuse_unsupported(path: Path, fields: _ConfigFile) -> None:
 
 def _dtype(path: Path, fields: _ConfigFile) -> str:
     dtype = (fields.dtype or fields.torch_dtype or "float32").removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"{path}: checkpoint dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{path}: checkpoint dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
 
 

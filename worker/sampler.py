@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..kernels.greedy_sample import greedy_sample
 from ..kernels.gumbel_sample import gumbel_sample
 from ..kernels.top_k_top_p import mask_top_k_top_p_min_p
 from . import logits_processors as processors
@@ -114,7 +115,7 @@ class Sampler:
         if layout.logprobs is None:
             return None
         chosen = logits if layout.logprobs.rows is None else logits[upload[layout.logprobs.rows]]
-        return chosen.log_softmax(1)
+        return chosen.float().log_softmax(1)
 
     def gather(
         self, raw: torch.Tensor, sampled: torch.Tensor, layout: SampleLayout, upload: HostUpload
@@ -130,7 +131,9 @@ class Sampler:
         return logits.index_copy_(0, rows, processors.apply_token_bits(logits[rows], late[staged.bits]))
 
     def sample(self, logits: torch.Tensor, layout: SampleLayout, upload: HostUpload) -> torch.Tensor:
-        """Launched work. logits: float32 [s, vocab], changed in place. Returns int32 [s]."""
+        """Launched work. logits: [s, vocab] as the model gives them, may be changed in place. Returns int32 [s]."""
+        if layout.subsets:
+            logits = logits.float()
         for feature, process in (
             (options.ALLOWED, self._allowed),
             (options.BAD_WORDS, self._bad_words),
@@ -141,7 +144,7 @@ class Sampler:
             if layout.uses(feature):
                 logits = _on_rows(logits, layout.subsets[feature], upload, layout.max_len, process)
         if not layout.uses(options.RANDOM):
-            return logits.argmax(1).int()
+            return greedy_sample(logits)
         slots = upload[layout.slots]
         temperature = self._state.floats[slots, options.TEMPERATURE]
         if layout.uses(options.TRUNCATE):

@@ -3,14 +3,18 @@
 The directory is needed only until both ends are connected, so its maker removes it then: nothing is left to leak,
 and nobody else can connect, for the rest of the run. Until then every process that knows of it removes it when the
 others have died (`remove_all_directories`). A process that was given one makes its own inside it: killed before it
-could tell anybody, it leaves nothing that the giver does not remove.
+could tell anybody, it leaves nothing that the giver does not remove. The first process of all has no giver: it picks
+a path, starts the process that is to know of it, and only then makes it (`SocketDirectory.unmade`).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
 import shutil
 import tempfile
+import threading
 
 import zmq
 
@@ -20,18 +24,40 @@ before a wait begins does not interrupt it."""
 
 _MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
 _LONGEST_NAME = 16
-_directories: set[str] = set()
+_REMOVALS = 3
+_directories: dict[str, int] = {}
+"""Each path, and the process that knows of it: a forked copy of this one must not remove it."""
 _given: list[str] = []
+_making = threading.Lock()
+_ending = False
+"""Once remove_all_directories() has begun, nothing is made that it would miss."""
 
 
 class SocketDirectory:
     """A directory that only this user can enter. path: given by the process that made it, or None to make one."""
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = path or _make()
-        _directories.add(self.path)
         if path is not None:
             _given.append(path)
+        self.path = path or _fresh_path()
+        _directories[self.path] = os.getpid()
+        if path is None:
+            self.make()
+
+    @classmethod
+    def unmade(cls) -> SocketDirectory:
+        """One that make() is still to make, once somebody else knows its path too and removes it if we are killed."""
+        directory = cls.__new__(cls)
+        directory.path = _fresh_path()
+        _directories[directory.path] = os.getpid()
+        return directory
+
+    def make(self) -> None:
+        """Raises: FileExistsError when somebody was there first."""
+        with _making:
+            if _ending:
+                raise RuntimeError("this process is ending: it opens no more sockets")
+            os.mkdir(self.path, 0o700)
 
     def address(self, name: str) -> str:
         assert len(name) <= _LONGEST_NAME
@@ -39,13 +65,29 @@ class SocketDirectory:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # another process may be removing it too
-        _directories.discard(self.path)
+        _directories.pop(self.path, None)
 
 
 def remove_all_directories() -> None:
-    for path in list(_directories):
-        shutil.rmtree(path, ignore_errors=True)
-    _directories.clear()
+    """Those that this process knows of. It ends now, whatever its threads are about: also a socket that another thread
+    binds meanwhile goes."""
+    global _ending
+    with _making:
+        _ending = True
+    for path, pid in list(_directories.items()):
+        for _ in range(_REMOVALS):
+            if pid == os.getpid() and os.path.exists(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_made_directories() -> None:
+    """What an exception in the middle of remove() has left."""
+    for path, pid in list(_directories.items()):
+        if pid == os.getpid() and path not in _given:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+atexit.register(_remove_made_directories)
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:
@@ -57,10 +99,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
     return socket
 
 
-def _make() -> str:
+def _fresh_path() -> str:
     inside = next(filter(os.path.isdir, _given), None)
-    path = tempfile.mkdtemp(prefix="stepahead-", dir=inside)
-    if len(os.fsencode(path)) + 1 + _LONGEST_NAME > _MAX_PATH:
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix="stepahead-", dir="/tmp")
-    return path
+    name = f"stepahead-{secrets.token_hex(6)}"
+    path = os.path.join(inside or tempfile.gettempdir(), name)
+    return path if len(os.fsencode(path)) + 1 + _LONGEST_NAME <= _MAX_PATH else os.path.join("/tmp", name)

@@ -6,36 +6,27 @@ import numpy as np
 import torch
 
 from .attention import AttentionMetadata
-from .device import Device
 from .messages import NewRequest, SamplingOptions, StepPlan
 from .model_runner import ModelRunner
 from .models.base import Model
 from .parallel import ONLY_STAGE, PipelineStage
 
 
-def warm_up(device: Device, model: Model, block_size: int, stage: PipelineStage = ONLY_STAGE) -> None:
-    """A prefill chunk of two tokens and a decode token, up to their logits. Waits. Raises: what a step raises."""
-
-    def work() -> None:
-        for query_len in (2, 1):
-            run_blank_step(model, device.torch_device, block_size, query_len, query_len, stage)
-
-    device.launch(work)
-    device.record().wait()
-
-
 def run_whole_steps(runner: ModelRunner, block_size: int, max_model_len: int) -> None:
-    """Three steps of a request in slot 0 and block 0, which the first real ones overwrite: prefill, decode, and
-    decode planned for the longest context, for which attention takes other kernels. Waits. Does nothing when
-    max_model_len has no room for them. Raises: what a step raises."""
+    """Steps of a request in slot 0 and block 0, which the first real ones overwrite: prefill that ends in a random
+    draw; prefill and decode that are greedy; decode planned for the longest context, for which attention takes other
+    kernels. Waits. Does nothing when max_model_len has no room for them. Raises: what a step raises."""
     if max_model_len < 4:
         return
     nothing, row = np.zeros(0, np.int32), np.zeros(1, np.int32)
     blocks = np.zeros(-(-4 // block_size), np.int32)
-    options = SamplingOptions(seed=0, top_k=2, top_p=0.5)
-    request = NewRequest(0, np.zeros(2, np.int32), 2, 0, blocks, options)
-    for step, (num_query, max_seq_len) in enumerate(((2, 2), (1, 3), (1, max_model_len))):
-        new = [request] if step == 0 else []
+    drawn, greedy = (
+        NewRequest(0, np.zeros(2, np.int32), 2, 0, blocks, options)
+        for options in (SamplingOptions(seed=0, top_k=2, top_p=0.5), SamplingOptions(seed=0, temperature=0.0))
+    )
+    steps = ((drawn, 2, 2), (greedy, 2, 2), (None, 1, 3), (None, 1, max_model_len))
+    for step, (request, num_query, max_seq_len) in enumerate(steps):
+        new = [] if request is None else [request]
         runner.execute(
             StepPlan(step, new, nothing, nothing, nothing, row, row + num_query, np.ones(1, bool), nothing, max_seq_len)
         )

@@ -21,7 +21,7 @@ from .messages import GrammarMasks, Rendezvous, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
 from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
-from .warm_up import run_whole_steps, warm_up
+from .warm_up import run_whole_steps
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,7 @@ class Worker:
                 self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane, self._stage
             )
         with phase(logger, "compiling the kernels, or finding them compiled"):
-            warm_up(self._device, self._model, self._config.settings.block_size, self._stage)
-            if self._device.torch_device.type == "cuda":  # where sampling and the batch's upkeep are compiled, too
-                run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
+            run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
 
     def execute_model(self, plan: StepPlan) -> None:
         """Prepares and launches the step up to its logits."""

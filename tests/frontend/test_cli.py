@@ -129,8 +129,61 @@ def test_an_error_is_one_line_and_status_2(engines, capsys, arguments, words):
     assert all(engine.client.closed for _, _, engine in engines)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to answer"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "sea", "--prompt", ""], "--prompt is empty"),
+        (["--prompt", "\udcff"], "surrogate"),
+        (["--prompt", "sea", "--top-p", "0"], "top_p=0"),
+        (["--prompt", "sea", "--skip-tokenizer-init"], "--prompt-token-ids"),
+        (["--prompt-token-ids", "1,x"], "'1,x': must be token ids"),
+        (["--prompt-token-ids", "[1, 2.5]"], "must be token ids"),
+        (["--prompt-token-ids", "-1"], "must be token ids"),
+        (["--prompt-token-ids", ""], "is empty"),
+        (["--prompt-token-ids", "1", "--chat"], "--chat"),
+        (["--prompt", "sea", "--priority", "1"], "--scheduling-policy priority"),
+        (
+            ["--prompt=a", "--prompt=b", "--prompt=c", "--priority=1", "--priority=2", "--scheduling-policy=priority"],
+            "2 times for 3 prompts",
+        ),
+    ],
+)
+def test_what_can_be_refused_at_once_starts_no_engine(engines, capsys, arguments, words):
+    assert run(*arguments) == 2
+    assert engines == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(("given", "expected"), [([3], [3, 3]), ([2, 1], [2, 1])])
+def test_priorities_are_one_for_all_or_one_a_prompt(engines, given, expected):
+    options = [f"--priority={number}" for number in given]
+    assert run("--prompt=sea", "--prompt=ship", "--scheduling-policy=priority", *options) == 0
+    assert [request.priority for request in engines[0][2].client.added] == expected
+
+
+def test_prompts_may_be_token_ids(engines, capsys):
+    assert run("--prompt-token-ids=5,6", "--prompt-token-ids=[7]", "--max-tokens=2", "--json") == 0
+    first, second, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["prompt"], first["token_ids"]) == ([5, 6], [5, 6])
+    assert (second["prompt"], second["token_ids"]) == ([7], [7, 7])
+
+
+def test_without_a_tokenizer_token_ids_come_out(engines, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TOKENIZER", None)
+    assert run("--prompt-token-ids=5,6", "--max-tokens=3", "--skip-tokenizer-init") == 0
+    assert capsys.readouterr().out == "5 6 5 \n"
+
+
+def test_an_executor_of_the_users_is_an_option_too(engines):
+    assert run("--prompt=sea", "--executor=package.module:Class") == 0
+    assert engines[0][1] == {"executor": "package.module:Class"}
+
+
 def test_one_refused_prompt_ends_the_others_and_closes_the_engine(engines, capsys):
-    assert run("--prompt", "sea", "--prompt", "", "--max-tokens", "5") == 2
+    assert run("--prompt", "sea", "--prompt", "a" * 500, "--max-tokens", "5") == 2
     assert engines[0][2].client.closed
 
 

@@ -252,6 +252,23 @@ def test_sigkill_of_the_user_while_the_model_loads_leaves_nothing() -> None:
     wait_until(lambda: not alive(pids), "engine core and worker gone")
 
 
+@pytest.mark.parametrize("moment", ["before the engine core knows", "the engine core is there", "the worker is there"])
+def test_sigterm_to_the_whole_group_while_it_starts_leaves_nothing(moment: str) -> None:
+    """It kills a script on the spot: the engine core removes the socket directory."""
+    script = UserScript("say(); client_for('SlowMultiproc')")
+    script.facts()
+    user = psutil.Process(script.process.pid)
+    if moment == "before the engine core knows":
+        wait_until(lambda: os.listdir(os.environ["TMPDIR"]) or user.children(), "the engine core is on its way")
+    else:
+        number = 1 if moment == "the engine core is there" else 2
+        wait_until(lambda: len(user.children(recursive=True)) == number, moment)
+    pids = [child.pid for child in user.children(recursive=True)]
+    os.killpg(script.process.pid, signal.SIGTERM)
+    assert script.end()[0] == -signal.SIGTERM
+    wait_until(lambda: not alive(pids), "engine core and worker gone")
+
+
 # ---- ending -------------------------------------------------------------------------------------
 
 

@@ -172,16 +172,17 @@ def test_a_signal_while_it_streams_ends_it_quietly_with_all_its_processes(slow_m
     assert_all_gone(mark)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("started", [2, 3])
-def test_an_interruption_while_it_starts_leaves_nothing(model, started):
+def test_an_interruption_while_it_starts_leaves_nothing(model, started, number, status):
     """2: the engine core is there; 3: the worker too."""
     process, mark = start_cli("--model", model, "--prompt", "The sea", "--max-tokens", "400")
     deadline = time.monotonic() + 30
     while len(family(mark)) < started and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "Traceback" not in err
     assert_all_gone(mark)
 

@@ -14,9 +14,10 @@ import pytest
 
 from fake_engine import FakeLLM
 from small_tokenizers import byte_level
-from stepahead.errors import EngineDeadError, InvalidRequestError
+from stepahead.errors import ConfigError, EngineDeadError, InvalidRequestError
 from stepahead.frontend.llm import LLM
 from stepahead.frontend.sampling_params import SamplingParams
+from stepahead.frontend.tokenizer import load_tokenizer
 
 TOKENIZER = byte_level()
 
@@ -169,12 +170,32 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
     assert [output.prompt for output in outputs] == ["<user>sea", "<user>sea<assistant>ship"]
 
 
+def test_the_text_parts_of_a_chat_message_are_joined(llm, monkeypatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages[0].content }}")
+    parts = [{"type": "text", "text": "sea"}, {"type": "text", "text": "ship"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], use_tqdm=False)
+    assert output.prompt == "sea\nship"
+
+
 def test_chat_without_a_template_says_so(llm):
     with pytest.raises(InvalidRequestError, match="no chat template"):
         llm.chat([{"role": "user", "content": "sea"}], use_tqdm=False)
 
 
-@pytest.mark.parametrize("messages", [[], ["hello"], [{"content": "no role"}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["hello"],
+        [{"content": "no role"}],
+        "hello",
+        {"role": "user", "content": "sea"},
+        None,
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+    ],
+)
 def test_bad_messages_are_refused(llm, messages, monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", "x")
     with pytest.raises(InvalidRequestError, match="message"):
@@ -206,6 +227,26 @@ def test_it_says_how_steps_are_scheduled(llm):
 def test_an_unknown_setting_is_refused_with_a_hint(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'max_num_seqs'"):
         LLM(str(tmp_path), max_num_seq=3)
+
+
+def test_a_model_that_is_no_name_is_refused():
+    with pytest.raises(ConfigError, match="model=None: must be a local folder or a hub id"):
+        LLM(None)
+
+
+def test_a_missing_tokenizer_folder_is_called_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"^tokenizer folder '/no/such' does not exist"):
+        LLM(str(tmp_path), tokenizer="/no/such")
+
+
+def test_a_text_longer_than_its_tokenizer_says_is_not_warned_of(tmp_path, caplog):
+    made = byte_level()
+    made.model_max_length = 4
+    made.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.model_max_length == 4
+    assert len(loaded.encode("a long text, and no warning")) > 4
+    assert "indexing errors" not in caplog.text
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -33,7 +33,7 @@ def no_tokenizer():
         ({"prompt_token_ids": []}, {}, ["empty"]),
         ({"prompt": ""}, {}, ["empty"]),
         ({"prompt": None}, {}, ["must be a string"]),
-        ({"text": "a"}, {}, ["unknown key 'text'"]),
+        ({"text": "a"}, {}, ["unknown key 'text'", "prompt, prompt_token_ids, cache_salt"]),
         (7, {}, ["must be a string, token ids"]),
         ([1, 600], {}, ["600", "0 to 599"]),
         ([1, -1], {}, ["-1", "0 to 599"]),

@@ -20,6 +20,7 @@ BAD = [
     ("top_k", 1.5, "whole number"),
     ("min_p", 1.5, "at most 1"),
     ("n", 0, "at least 1"),
+    ("n", 16385, "at most 16384"),
     ("seed", -2, "at least 0"),
     ("seed", 2**63, "at most"),
     ("presence_penalty", 2.1, "at most 2"),
@@ -85,5 +86,7 @@ def test_stop_strings_need_detokenization():
 
 
 def test_limits_themselves_are_allowed():
-    SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, presence_penalty=-2, frequency_penalty=2, max_tokens=None)
-    SamplingParams(seed=2**63 - 2, n=2, min_tokens=16)
+    limits = {"top_p": 1, "top_k": -1, "min_p": 1, "presence_penalty": -2, "frequency_penalty": 2, "max_tokens": None}
+    for values in (limits, {"seed": 2**63 - 2, "n": 2, "min_tokens": 16}, {"n": 16384, "temperature": 1e6}):
+        params = SamplingParams(**values)
+        assert {name: getattr(params, name) for name in values} == values

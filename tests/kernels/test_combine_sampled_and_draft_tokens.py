@@ -5,6 +5,7 @@ import torch
 
 from stepahead.kernels.combine_sampled_and_draft_tokens import (
     combine_sampled_and_draft_tokens,
+    combine_sampled_and_draft_tokens_numba,
     combine_sampled_and_draft_tokens_reference,
     combine_sampled_and_draft_tokens_triton,
 )
@@ -40,6 +41,15 @@ def random_step(seed: int, num_drafts: int) -> tuple:
         rand(1000, 1999, 8, 1), rand(2000, 2999, 8, num_drafts),
         max(b - a for a, b in itertools.pairwise(starts)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_numba_equals_reference(seed, num_drafts):
+    pytest.importorskip("numba")
+    step = random_step(seed, num_drafts)
+    ours = combine_sampled_and_draft_tokens_numba(*step)
+    assert torch.equal(ours, combine_sampled_and_draft_tokens_reference(*step))
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])

@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from stepahead.kernels.post_update import post_update, post_update_reference, post_update_triton
+from stepahead.kernels.post_update import (
+    post_update,
+    post_update_numba,
+    post_update_reference,
+    post_update_triton,
+)
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -43,12 +48,14 @@ def expected_state(step: tuple) -> tuple[torch.Tensor, ...]:
     return num_computed, num_tokens, all_token_ids, last_sampled
 
 
-@pytest.mark.parametrize("update", [post_update_reference, post_update_triton])
+@pytest.mark.parametrize("update", [post_update_reference, post_update_numba, post_update_triton])
 @pytest.mark.parametrize(("k", "drafts"), [(1, False), (3, True), (4, True)])
 @pytest.mark.parametrize("seed", range(5))
 def test_state_afterwards_is_that_of_one_row_after_another(device, update, seed, k, drafts):
     step = random_step(seed, k, drafts)
     expected = expected_state(step)
+    if update is post_update_numba:
+        pytest.importorskip("numba")
     if update is post_update_triton:
         step = tuple(x if x is None else x.to(device) for x in step)
     update(*step)

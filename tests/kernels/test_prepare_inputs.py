@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from stepahead.kernels.prepare_inputs import prepare_inputs, prepare_inputs_reference, prepare_inputs_triton
+from stepahead.kernels.prepare_inputs import (
+    prepare_inputs,
+    prepare_inputs_numba,
+    prepare_inputs_reference,
+    prepare_inputs_triton,
+)
 
 
 def random_step(seed: int) -> tuple:
@@ -19,6 +24,15 @@ def random_step(seed: int) -> tuple:
     num_computed = rand(300, 8)
     block_table = rand(1000, 8, 1100 // block_size + 1)
     return slots, query_start, num_computed, block_table, block_size, int(query_len.sum()), int(query_len.max())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_numba_equals_reference(seed):
+    pytest.importorskip("numba")
+    step = random_step(seed)
+    for mine, reference in zip(prepare_inputs_numba(*step), prepare_inputs_reference(*step), strict=True):
+        assert mine.dtype == reference.dtype
+        assert torch.equal(mine, reference)
 
 
 @pytest.mark.parametrize("seed", range(12))

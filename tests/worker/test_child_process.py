@@ -14,7 +14,7 @@ import pytest
 
 from process_tools import UserScript, alive, nothing_left_behind, wait_until
 from stepahead.worker import child_process
-from stepahead.worker.child_process import ChildProcess, stop_all
+from stepahead.worker.child_process import ChildProcess, stop_all, with_huge_pages
 from stepahead.worker.sockets import SocketDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -163,7 +163,8 @@ sys.exit(child.exit_reason() != "exited with code 0")
 
 def test_a_directory_made_by_a_child_lies_in_the_one_it_was_given(directory: SocketDirectory) -> None:
     """So whoever gave it removes both, also when the child was killed before anybody knew."""
-    child = start(directory, "from stepahead.worker.sockets import SocketDirectory; import os; SocketDirectory()")
+    code = "from stepahead.worker.sockets import SocketDirectory; import os; SocketDirectory(); os.kill(os.getpid(), 9)"
+    child = start(directory, code)
     assert child.wait(10)
     (made,) = os.listdir(directory.path)
     assert made.startswith("stepahead-")
@@ -188,3 +189,15 @@ os.kill(os.getpid(), 9)
     script.end()
     wait_until(lambda: not alive([child]), "the child gone")
     wait_until(lambda: not os.path.exists(directory.path), "the directory gone")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_a_child_asks_for_huge_pages_unless_the_user_decided(before, after):
+    assert with_huge_pages({"HOME": "/", **before}) == {"HOME": "/", "GLIBC_TUNABLES": after}

@@ -84,14 +84,22 @@ def test_work_after_a_failure_is_skipped(device: CpuDevice) -> None:
     assert seen == []
 
 
-def test_copy_to_host_comes_after_launched_work_and_before_later_work(device: CpuDevice) -> None:
+def test_copy_to_host_comes_after_launched_work_and_delays_no_later_work(device: CpuDevice) -> None:
     state, target = torch.zeros(4), torch.empty(4)
     device.launch(partial(state.fill_, 1.0))
     copied = device.copy_to_host(lambda: [state], [target])
-    device.launch(partial(state.fill_, 2.0))
+    later = device.record()
+    later.wait(10)
     copied.wait(10)
-    device.record().wait(10)
+    copied.wait(10)
     assert target.tolist() == [1.0] * 4
+
+
+def test_a_copy_that_fails_says_so_in_every_wait(device: CpuDevice) -> None:
+    copied = device.copy_to_host(lambda: [torch.zeros(2)], [torch.empty(3)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            copied.wait(10)
 
 
 def test_close_drops_what_has_not_started_and_ends_the_thread() -> None:

@@ -34,7 +34,8 @@ class Model(Protocol):
         positions: int64 [t]. Returns hidden states [t, hidden]."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [m, hidden]. Returns float32 [m, vocab_size], the same on every rank. Last stage only."""
+        """hidden: [m, hidden]. Returns [m, vocab_size], float32 or the model's dtype, the same on every rank. Of the
+        last stage only."""
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint tensor that this stage wants, by name, with its whole shape; {} for none."""

@@ -172,7 +172,7 @@ class Transformer:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "only the last stage has logits"
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         per_token = self._num_kv_heads * self.config.head_dim * self.place.dtype.itemsize
