@@ -10,7 +10,7 @@ import msgspec
 
 from .errors import ConfigError
 from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
-from .worker.model_config import ModelConfig
+from .worker.model_config import ModelConfig, check_division
 
 EXECUTORS = ("mp", "uni")
 DTYPES = ("auto", *CHECKPOINT_DTYPES)
@@ -85,6 +85,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def output_rank(self) -> int:
+        """The rank whose tokens count: tensor rank 0 of the last pipeline stage."""
+        return self.world_size - self.tensor_parallel_size
+
 
 class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What travels to the engine core and the workers: nothing in it is "auto" except the device,
@@ -131,6 +136,7 @@ def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: b
     asked = config.max_model_len
     if asked is not None and asked > model.max_position:
         raise ConfigError(f"max_model_len={asked} is longer than the model's {model.max_position} positions")
+    check_division(model, config.tensor_parallel_size, config.pipeline_parallel_size)
     _check_batch_memory(config.max_num_seqs, asked or model.max_position)
     async_on, reason = resolve_async_scheduling(config, executor_supports_async)
     return ResolvedConfig(
@@ -206,5 +212,5 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
     if not 0 < config.step_timeout <= _LONGEST_TIMEOUT:
         raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 and at most {_LONGEST_TIMEOUT:g}")
-    if config.world_size > 1:
-        raise ConfigError(f"world size {config.world_size}: this version runs on one device")
+    if config.world_size > 1 and config.executor == "uni":
+        raise ConfigError(f"executor 'uni' runs one rank, not {config.world_size}: use 'mp'")

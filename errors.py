@@ -17,6 +17,10 @@ class EngineDeadError(StepaheadError, RuntimeError):
     """The engine-core process or one of its workers failed; its own traceback is in the message."""
 
 
+class PeerLostError(StepaheadError, RuntimeError):
+    """A rank could not exchange tensors with another one. What happened to that one says more."""
+
+
 class WorkerError(StepaheadError, RuntimeError):
     """A worker raised while it ran an RPC.
 

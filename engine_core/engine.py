@@ -201,6 +201,8 @@ def _limits(config: ResolvedConfig, infos: Sequence[WorkerInfo]) -> SchedulerLim
         block_size=settings.block_size,
         prefix_caching=settings.enable_prefix_caching,
         by_priority=settings.scheduling_policy == "priority",
+        num_stages=settings.pipeline_parallel_size,
+        plans_ahead=config.async_scheduling,
     )
 
 

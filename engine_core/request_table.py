@@ -7,6 +7,7 @@ import numpy as np
 from .request import Request
 
 _NO_TOKEN = -1
+_NEVER = -(2**62)
 _FIRST_STOP_COLUMNS = 4
 
 
@@ -20,7 +21,7 @@ class RequestTable:
     which the request ends); num_blocks (held); num_remembered (blocks with a key): int32.
     token_ids int32 [slots, max_model_len]; block_table int32 [slots, max_blocks];
     stop_ids int32 [slots, width], padded with -1. running: bool, False for free and draining slots.
-    structured: bool, sampled under a grammar.
+    structured: bool, sampled under a grammar. sampled_step int64: the step that sampled last (kept for pipelines only).
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -39,6 +40,7 @@ class RequestTable:
         self.num_remembered = np.zeros(num_slots, int32)
         self.running = np.zeros(num_slots, bool)
         self.structured = np.zeros(num_slots, bool)
+        self.sampled_step = np.full(num_slots, _NEVER, np.int64)
         # np.zeros maps pages on first use: a table made for long contexts costs what is really written.
         self.token_ids = np.zeros((num_slots, max_model_len), int32)
         self.block_table = np.zeros((num_slots, -(-max_model_len // block_size)), int32)
@@ -77,6 +79,7 @@ class RequestTable:
         self.num_blocks[slot] = 0
         self.num_remembered[slot] = 0
         self.structured[slot] = request.structured
+        self.sampled_step[slot] = _NEVER
         self.token_ids[slot, : len(tokens)] = tokens
         self._set_stop_ids(slot, request.message.options.stop_token_ids)
         self.requests[slot] = request

@@ -19,6 +19,7 @@ from .messages import EngineRequest, FinishedRequest, OutputBatch, RequestPrompt
 from .request import Request, State
 from .request_table import RequestTable
 from .stats import EngineStats
+from .step_shares import in_turn, within
 from .waiting_queue import WaitingQueue
 
 _NONE = _NO_DRAFTS = np.empty(0, np.int32)
@@ -29,7 +30,8 @@ _QUIET_ROWS = 32
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """max_seqs: slots. max_batched_tokens: tokens a step. max_model_len_from: what limits it, for messages.
-    num_blocks, block_size: the KV pool."""
+    num_blocks, block_size: the KV pool. num_stages: of the pipeline. plans_ahead: whether a row may be planned
+    whose last token is still in flight."""
 
     max_seqs: int
     max_batched_tokens: int
@@ -39,6 +41,8 @@ class SchedulerLimits:
     block_size: int
     prefix_caching: bool = True
     by_priority: bool = False
+    num_stages: int = 1
+    plans_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Scheduler:
         self._num_draining = 0
         self._num_owing_logprobs = 0
         self._ones = np.ones(limits.max_seqs, np.int32)
+        self._pipelined = limits.num_stages > 1
         self._quiet_steps = 0
         self._quiet_order = self.table.order()
         self._quiet_step: ScheduledStep
@@ -138,6 +143,8 @@ class Scheduler:
         table = self.table
         slots, num_query, appends = self._schedule_running()
         new_requests, chunks = self._admit_waiting(self.limits.max_batched_tokens - int(num_query.sum()))
+        if self._pipelined and not (slots.size or new_requests) and self.limits.plans_ahead:
+            slots, num_query, appends = self._schedule_running(early=True)
         if new_requests:
             slots = np.concatenate([slots, np.array([new.slot for new in new_requests])])
             num_query = np.concatenate([num_query, np.array(chunks, np.int32)])
@@ -156,7 +163,9 @@ class Scheduler:
             _NO_DRAFTS, int(computed.max()),
         )  # fmt: skip
         step = ScheduledStep(plan, table.generation[slots], bool(samples.all()))
-        if len(slots) <= _QUIET_ROWS:
+        if self._pipelined:
+            table.sampled_step[slots[samples]] = plan.step_id
+        elif len(slots) <= _QUIET_ROWS:
             self._look_for_quiet(step)
         return step
 
@@ -192,9 +201,11 @@ class Scheduler:
         self._num_steps += 1
         return self._num_steps
 
-    def _schedule_running(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _schedule_running(
+        self, early: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(slots, num_query, appends) of the running requests that get tokens, after preempting whom there
-        is no block for. The last in order gives way, so the first always advances."""
+        is no block for. The last in order gives way, so the first always advances. early: see in_turn."""
         table, budget = self.table, self.limits.max_batched_tokens
         slots = table.order()
         if not slots.size:
@@ -203,8 +214,10 @@ class Scheduler:
         expected = table.num_tokens[slots] + table.num_placeholders[slots]
         # A request whose tokens in flight reach its limit has nothing left to compute.
         pending = (expected - computed) * (expected < table.max_total[slots])
+        if self._pipelined:
+            pending = in_turn(table, slots, pending, self._num_steps + 1, self.limits.num_stages, early)
         while slots.size:
-            num_query = _within(budget, pending)
+            num_query = within(budget, pending)
             missing = self.blocks.missing(slots, computed + num_query)
             total = int(missing.sum())
             if total <= self.pool.num_free:
@@ -368,20 +381,6 @@ class Scheduler:
         if message.max_tokens < 1:
             return f"max_tokens={message.max_tokens}: must be at least 1"
         return ""
-
-
-def _within(budget: int, pending: np.ndarray) -> np.ndarray:
-    """As much of `pending` as the budget allows: rows with one token to compute first, so that a long prefill
-    does not hold up the others' decodes, then the rest in order."""
-    if int(pending.sum()) <= budget:
-        return pending
-    singles = _in_order(budget, np.where(pending == 1, 1, 0))
-    chunks = _in_order(budget - int(singles.sum()), np.where(pending == 1, 0, pending))
-    return (singles + chunks).astype(np.int32)
-
-
-def _in_order(budget: int, pending: np.ndarray) -> np.ndarray:
-    return np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
 
 
 def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:

@@ -27,6 +27,7 @@ from ..worker.messages import (
     Failure,
     GrammarMasks,
     Ready,
+    Rendezvous,
     SampleTokens,
     Shutdown,
     StepOutput,
@@ -46,6 +47,9 @@ WORKER_MAIN = "stepahead.worker.process:main"
 
 SHUTDOWN_GRACE = 3.0
 """Seconds that workers get to leave by themselves."""
+
+_CAUSE_SECONDS = 2.0
+"""How long after a rank has said that it lost another one the reason for that may still show."""
 
 _LAST_WORDS_MS = 300
 """How long after a worker's death its own account of it may still arrive."""
@@ -73,6 +77,8 @@ class MultiprocExecutor(Executor):
         self._call_values: dict[int, Any] = {}
         self._call_failure: Exception | None = None
         self._failure: Exception | None = None
+        self._symptom: tuple[Exception, float] | None = None
+        self._bereft: set[int] = set()
         self._closed = False
         try:
             self._start(worker_class)
@@ -125,12 +131,13 @@ class MultiprocExecutor(Executor):
         if self._closed:
             return
         self._closed = True
+        grace = SHUTDOWN_GRACE if self._infos and self._failure is None and not self._symptom else 0.0
         self._failure = self._failure or WorkerError(0, "has been shut down")
         if self._monitor is not None:
             self._monitor.stop()
         for rank in range(len(self._workers)):
             self._plans.send_multipart([identity(rank), *self._rpc_codec.encode(Shutdown())])
-        stop_all(self._workers, SHUTDOWN_GRACE if self._infos else 0.0)
+        stop_all(self._workers, grace)
         self._context.destroy(linger=0)
         self._directory.remove()
 
@@ -150,13 +157,17 @@ class MultiprocExecutor(Executor):
         plans, replies = self._directory.address("plans"), self._directory.address("replies")
         self._plans.bind(plans)
         self._replies.bind(replies)
-        for rank in range(self.config.settings.world_size):
+        world_size = self.config.settings.world_size
+        for rank in range(world_size):
+            address = f"file://{self._directory.path}/ranks"
+            rendezvous = Rendezvous(address=address, local_rank=rank, local_size=world_size)
             start = WorkerStart(
                 config=self.config,
                 rank=rank,
                 worker_class=worker_class,
                 plans=plans,
                 replies=replies,
+                rendezvous=rendezvous if world_size > 1 else None,
             )
             message = msgspec.msgpack.encode(start)
             self._workers.append(ChildProcess(WORKER_MAIN, f"stepahead-worker-{rank}", message, self._directory))
@@ -197,7 +208,7 @@ class MultiprocExecutor(Executor):
         if events.pop(self._replies, 0):
             self._take_replies()
         elif events and self._failure is None:
-            self._bury(next(rank for rank, worker in enumerate(self._workers) if worker.sentinel in events))
+            self._bury([rank for rank, worker in enumerate(self._workers) if worker.sentinel in events])
 
     def _take_replies(self) -> bool:
         taken = False
@@ -217,20 +228,31 @@ class MultiprocExecutor(Executor):
         elif isinstance(reply, CallReply):
             if reply.call_id == self._call_id:
                 self._call_values[reply.rank] = reply.value
+        elif reply.lost_peer:
+            self._bereft.add(reply.rank)
+            self._symptom = self._symptom or (_to_error(reply), time.monotonic() + _CAUSE_SECONDS)
         elif reply.call_id is None:
             self._failure = self._failure or _to_error(reply)
         elif reply.call_id == self._call_id:
             self._call_failure = self._call_failure or _to_error(reply)
 
-    def _bury(self, rank: int) -> None:
-        """Its own last words, if they still arrive, say more than its exit code."""
+    def _bury(self, ranks: list[int]) -> None:
+        """Last words, if they still arrive, say more than an exit code; and a rank that went because it had lost
+        another one says less than that one."""
         while self._failure is None and self._replies.poll(_LAST_WORDS_MS):
             self._take_replies()
+        for rank in ranks:
+            self._poller.unregister(self._workers[rank].sentinel)
+        rank = next((rank for rank in ranks if rank not in self._bereft), -1)
+        if rank < 0:
+            return
         worker = self._workers[rank]
         worker.wait()
         self._failure = self._failure or WorkerError(rank, f"{worker.exit_reason()}; see its error output above")
 
     def _raise_failure(self) -> None:
+        if self._failure is None and self._symptom and time.monotonic() > self._symptom[1]:
+            self._failure = self._symptom[0]
         if self._failure is not None:
             raise self._failure
 

@@ -9,8 +9,10 @@ engine with synchronous and one with async scheduling run the same work in turn,
 of median speed is reported for each.
 
 The device's work is what lies between its own time stamps around the forward and around sampling; the 60 to
-100 µs by which a sleep ends late are part of it. Only steps in which every request decodes one token are looked
-at: no prefill, no ramp, no tail, and not the first tenth of what remains.
+100 µs by which a sleep ends late are part of it. With `--tp 2` two ranks do that work side by side and then gather
+their logits; rank 0 is looked at, and its wait for the other one in a step is part of the work too. Only steps in
+which every request decodes one token are looked at: no prefill, no ramp, no tail, and not the first tenth of what
+remains.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_model(Path(folder), arguments.step_ms, PROMPT_LEN + max(arguments.steps, WARM_UP_STEPS))
         for num_requests in arguments.requests:
             for mode, use in measure(folder, num_requests, arguments).items():
-                results.append(_result(mode, num_requests, arguments.step_ms, use))
+                results.append(_result(mode, num_requests, arguments, use))
                 print(_line(results[-1]), file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps({"machine": _machine(), "results": results}))
@@ -54,7 +56,7 @@ def measure(folder: str, num_requests: int, arguments: argparse.Namespace) -> di
     """By mode, the round of median speed."""
     uses: dict[str, list[DeviceUse]] = {"sync": [], "async": []}
     with ExitStack() as stack:
-        engines = {mode: stack.enter_context(_start(folder, mode, num_requests, arguments.device)) for mode in uses}
+        engines = {mode: stack.enter_context(_start(folder, mode, num_requests, arguments)) for mode in uses}
         for llm in engines.values():
             _run(llm, num_requests, WARM_UP_STEPS)
         for _ in range(arguments.rounds):
@@ -63,9 +65,10 @@ def measure(folder: str, num_requests: int, arguments: argparse.Namespace) -> di
     return {mode: sorted(rounds, key=lambda use: use.steps_per_s)[len(rounds) // 2] for mode, rounds in uses.items()}
 
 
-def _start(folder: str, mode: str, num_requests: int, device: str) -> LLM:
+def _start(folder: str, mode: str, num_requests: int, arguments: argparse.Namespace) -> LLM:
     return LLM(
-        folder, skip_tokenizer_init=True, executor="mp", device=device, async_scheduling=mode == "async",
+        folder, skip_tokenizer_init=True, executor="mp", device=arguments.device,
+        async_scheduling=mode == "async", tensor_parallel_size=arguments.tp,
         max_num_seqs=num_requests, max_num_batched_tokens=max(2048, PROMPT_LEN * num_requests),
     )  # fmt: skip
 
@@ -80,11 +83,12 @@ def _run(llm: LLM, num_requests: int, steps: int) -> DeviceUse:
     return device_use(steady)
 
 
-def _result(mode: str, num_requests: int, step_ms: float, use: DeviceUse) -> dict[str, Any]:
+def _result(mode: str, num_requests: int, arguments: argparse.Namespace, use: DeviceUse) -> dict[str, Any]:
     return {
         "mode": mode,
         "requests": num_requests,
-        "step_ms": step_ms,
+        "step_ms": arguments.step_ms,
+        "tp": arguments.tp,
         "busy": round(use.busy, 4),
         "steps_per_s": round(use.steps_per_s, 2),
         "gap_us_mean": round(use.gap_us_mean, 1),
@@ -133,6 +137,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[64], help="running at once; default: 64")
     parser.add_argument("--steps", type=int, default=200, help="tokens of each request; default: 200")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; default: 1")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON document last")
     return parser.parse_args(argv)

@@ -63,7 +63,7 @@ def test_async_scheduling_is_never_off_silently(caplog: pytest.LogCaptureFixture
         ({"step_timeout": float("inf")}, "step_timeout=inf"),
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
         ({"seed": 2**63}, "seed=9223372036854775808: must be a 64-bit number"),
-        ({"tensor_parallel_size": 2}, "world size 2"),
+        ({"tensor_parallel_size": 2, "executor": "uni"}, "executor 'uni' runs one rank, not 2"),
     ],
 )
 def test_bad_settings_are_refused_with_their_value_and_the_limit(settings: dict[str, Any], words: str) -> None:

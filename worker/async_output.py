@@ -138,7 +138,7 @@ class AsyncOutput:
         timeout: seconds. Raises: TimeoutError; whatever failed on the device.
         """
         if self._output is None:
-            self._copied.wait(timeout)
+            self._wait(timeout)
             start, forwarded = self._work.forward.times_ns()
             sampling, end = self._work.sample.times_ns()
             self._output = self._layout.read(self._entry.outputs, start, end, sampling - forwarded)
@@ -152,13 +152,23 @@ class AsyncOutput:
     def done(self) -> bool:
         return self._copied.done()
 
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            self._copied.wait(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._entry.release()
+            raise
+
 
 class WorkerAsyncOutputCopy(threading.Thread):
     """Waits for the outputs of steps in their order, and sends them: in a worker process, the only waiter.
 
     send: called in this thread alone, which so owns the reply socket. on_start, on_stop: called in it
     first and last, to open and close that socket. What `send` or a hook raises ends the thread; `error` keeps it.
-    lane: its lane of the trace.
+    lane: its lane of the trace. tells_tokens: False on ranks other than the output rank: they wait for their steps, and
+    report what fails, but their results are everybody's.
     """
 
     def __init__(
@@ -168,8 +178,10 @@ class WorkerAsyncOutputCopy(threading.Thread):
         on_start: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         lane: Lane | None = None,
+        tells_tokens: bool = True,
     ) -> None:
         super().__init__(name="WorkerAsyncOutputCopy", daemon=True)
+        self._tells_tokens = tells_tokens
         self.error: BaseException | None = None
         self._send = send
         self._rank = rank
@@ -196,7 +208,8 @@ class WorkerAsyncOutputCopy(threading.Thread):
                 while (item := self._queue.get()) is not None:
                     self._lane.begin()
                     reply = self._reply(item)
-                    self._send(reply)
+                    if self._tells_tokens or not isinstance(reply, StepReply):
+                        self._send(reply)
                     if isinstance(reply, StepReply):
                         self._lane.end("push", reply.output.step_id)
                     # An output holds its step's host buffers: keep none while the queue is empty.

@@ -99,8 +99,11 @@ class Device(ABC):
         """Drops what has not started and gives the device back. Safe to call twice."""
 
 
-def open_device(kind: str) -> Device:
-    """kind: "cpu", "cuda", or "auto" for CUDA where there is one. Raises: ConfigError."""
+def open_device(kind: str, index: int = 0) -> Device:
+    """kind: "cpu", "cuda", or "auto" for CUDA where there is one. index: which of this machine's GPUs.
+
+    Raises: ConfigError.
+    """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
@@ -109,6 +112,8 @@ def open_device(kind: str) -> Device:
         return CpuDevice()
     if not torch.cuda.is_available():
         raise ConfigError(f"device={kind!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"rank {index} needs a GPU of its own: this machine has {torch.cuda.device_count()}")
     from .device_cuda import CudaDevice
 
-    return CudaDevice()
+    return CudaDevice(index)

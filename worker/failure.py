@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PeerLostError
 from .messages import Failure
 
 
@@ -17,4 +17,5 @@ def failure(rank: int, error: BaseException, call_id: int | None = None) -> Fail
         traceback="".join(traceback.format_exception(error)),
         call_id=call_id,
         user_error=user_error,
+        lost_peer=isinstance(error, PeerLostError),
     )

@@ -7,6 +7,7 @@ handed out before. So a buffer is never filled for one step while the device sti
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ..errors import StepaheadError
 from .device import Device
 
 _ALIGN = 16
+_POLL_SECONDS = 0.0002
 _TORCH_TYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.uint32): torch.int32,
@@ -117,14 +119,19 @@ class RingEntry:
 
 
 class HostRing:
-    def __init__(self, device: Device, depth: int, input_bytes: int, output_bytes: int) -> None:
+    """patience: seconds that acquire waits for a step to return. 0 where the executor starts a step only when this
+    rank's own outputs have made room for it; where another rank's do, the thread that reads the outputs here may lag.
+    """
+
+    def __init__(self, device: Device, depth: int, input_bytes: int, output_bytes: int, patience: float = 0.0) -> None:
+        self._patience = patience
         self._entries = [RingEntry(device, input_bytes, output_bytes) for _ in range(depth)]
         self._next = 0
 
     def acquire(self, step_id: int) -> RingEntry:
         """Raises: StepaheadError when the entry's previous step has not returned."""
         entry = self._entries[self._next]
-        if entry.step_id is not None:
+        if entry.step_id is not None and not self._returns(entry):
             raise StepaheadError(
                 f"step {step_id} was started before step {entry.step_id} returned: "
                 f"host buffers for {len(self._entries)} steps in flight, no more"
@@ -134,3 +141,9 @@ class HostRing:
         for buffer in (entry.inputs, entry.requests, entry.late, entry.outputs):
             buffer.clear()
         return entry
+
+    def _returns(self, entry: RingEntry) -> bool:
+        deadline = time.monotonic() + self._patience
+        while entry.step_id is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return entry.step_id is None

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import ConfigError
 from .models.base import Model
 from .models.registry import model_class
-from .parallel import ParallelGroup
+from .parallel import ONLY_STAGE, ParallelGroup, PipelineStage
 from .weights import WeightSource
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def load_model(config: ResolvedConfig, device: torch.device, group: ParallelGroup) -> Model:
+def load_model(
+    config: ResolvedConfig, device: torch.device, group: ParallelGroup, stage: PipelineStage = ONLY_STAGE
+) -> Model:
     """The model with its weights on `device`, this rank's part of them.
 
     Raises: ConfigError naming the file or weight that is missing, damaged, unexpected or misshapen.
@@ -35,7 +37,7 @@ def load_model(config: ResolvedConfig, device: torch.device, group: ParallelGrou
     dtype = DTYPES[config.dtype]
     # No request is longer than max_model_len: position tables need not be either.
     model_config = msgspec.structs.replace(config.model, max_position=config.max_model_len)
-    model: Model = model_class(config.model.architecture)(model_config, dtype, device, group)
+    model: Model = model_class(config.model.architecture)(model_config, dtype, device, group, stage)
     if config.settings.load_format == "dummy":
         model.load_weights(dummy_weights(model.weight_shapes(), dtype, device, config.settings.seed))
     else:

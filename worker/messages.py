@@ -140,6 +140,18 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of one model find each other, and how a rank shares its machine.
+
+    address: torch.distributed's init_method, e.g. "file:///dir/ranks" on one machine, "tcp://host:port" on many.
+    local_rank: which of this machine's GPUs. local_size: how many of the ranks are on this machine.
+    """
+
+    address: str
+    local_rank: int
+    local_size: int
+
+
 class ExecuteModel(msgspec.Struct, frozen=True, tag=1, array_like=True):
     plan: StepPlan
 
@@ -184,13 +196,15 @@ class CallReply(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """A rank raised. user_error: the message alone is enough for a user (a ConfigError)."""
+    """A rank raised. user_error: the message alone is enough for a user (a ConfigError). lost_peer: it could not
+    reach another rank, whose own account says more."""
 
     rank: int
     message: str
     traceback: str
     call_id: int | None = None
     user_error: bool = False
+    lost_peer: bool = False
 
 
 WorkerReply = Ready | StepReply | CallReply | Failure

@@ -70,6 +70,34 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
 
+def check_division(model: ModelConfig, tensor_size: int, num_stages: int) -> None:
+    """Raises: ConfigError, with the sizes that would do, when the ranks cannot divide the model."""
+    if model.architecture == "HashLM":  # has neither heads nor layers to divide
+        return
+    if num_stages > model.num_layers:
+        raise ConfigError(
+            f"{model.num_layers} layers cannot be divided among pipeline_parallel_size={num_stages} stages"
+        )
+    problem = _division_problem(model, tensor_size)
+    if problem:
+        sizes = [size for size in range(1, model.num_heads + 1) if not _division_problem(model, size)]
+        raise ConfigError(
+            f"{problem} tensor_parallel_size={tensor_size} ranks; this model can use "
+            f"{', '.join(map(str, sizes[:-1]))}{' or ' if len(sizes) > 1 else ''}{sizes[-1]}"
+        )
+
+
+def _division_problem(model: ModelConfig, size: int) -> str:
+    """Empty when `size` ranks can share each layer."""
+    if model.num_heads % size:
+        return f"{model.num_heads} attention heads cannot be divided among"
+    if max(model.num_kv_heads, size) % min(model.num_kv_heads, size):
+        return f"{model.num_kv_heads} KV heads cannot be divided among"
+    if model.intermediate_size % size:
+        return f"{model.intermediate_size} rows of the MLP cannot be divided among"
+    return ""
+
+
 class _RopeFields(msgspec.Struct):
     """`rope_parameters`, or the older `rope_scaling` (whose kind may be called "type")."""
 

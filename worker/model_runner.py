@@ -26,6 +26,8 @@ from .host_ring import Field, HostBuffer, HostRing, HostUpload, RingEntry
 from .logprobs import DeviceLogprobs, prompt_logprobs
 from .messages import GrammarMasks, NewRequest, StepPlan
 from .models.base import Model
+from .parallel import ONLY_STAGE, PipelineStage
+from .pipeline import Pipeline, SampledElsewhere, StagedTokens
 from .prompt_layout import PromptLayout, PromptTracker
 from .sampler import SampleLayout, Sampler, StagedGrammar
 from .sampling_state import SamplingState, StagedOptions
@@ -58,13 +60,17 @@ class StepLayout:
     sampling: SampleLayout
     prompt: PromptLayout | None
     requests: StagedRequests | None
+    tokens: list[StagedTokens]
     upload: HostUpload
 
 
 @dataclass
 class DeviceStep:
-    """What a step's launched work passes on to its later launched work; nobody else looks inside."""
+    """What a step's launched work passes on to its later launched work; nobody else looks inside.
 
+    received: the hidden states that the stage before has sent."""
+
+    received: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     prompt: DeviceLogprobs | None = None
 
@@ -81,7 +87,11 @@ class StartedStep:
 
 
 class ModelRunner:
-    """Calls come from one thread, alternating: execute, sample, execute, ... lane: the trace's, for the device."""
+    """Calls come from one thread, alternating: execute, sample, execute, ... lane: the trace's, for the device.
+
+    stage: of a pipeline. On all stages but the last `sample` samples nothing: its output says only that the
+    stage is through with the step.
+    """
 
     @torch.inference_mode()
     def __init__(
@@ -92,6 +102,7 @@ class ModelRunner:
         num_blocks: int,
         max_model_len: int,
         lane: Lane | None = None,
+        stage: PipelineStage = ONLY_STAGE,
     ) -> None:
         settings = config.settings
         vocab_size = config.model.vocab_size
@@ -105,11 +116,16 @@ class ModelRunner:
         self._options = SamplingState(device.torch_device, settings.max_num_seqs, vocab_size)
         self._sampler = Sampler(self._batch, self._options, vocab_size)
         self._prompts = PromptTracker(settings.max_num_seqs)
+        self._pipeline: Pipeline | None = None
+        if stage.size > 1:
+            self._pipeline = Pipeline(stage, model.hidden, device.torch_device, settings.max_num_seqs)
+        self._samples = stage.last
         self._ring = HostRing(
             device,
             depth=config.max_in_flight + 1,
             input_bytes=_input_bytes(settings.max_num_seqs, settings.max_num_batched_tokens, settings.block_size),
             output_bytes=_output_bytes(settings.max_num_seqs, min(settings.max_logprobs, vocab_size)),
+            patience=settings.step_timeout if settings.world_size > 1 else 0.0,
         )
         self._started: StartedStep | None = None
 
@@ -122,6 +138,8 @@ class ModelRunner:
         entry = self._ring.acquire(plan.step_id)
         layout = self._lay_out(plan, entry)
         device_step = DeviceStep()
+        if self._pipeline is not None:  # apart from the forward, whose time is the device's work
+            self._device.launch(partial(self._receive, layout, device_step))
         forward = self._device.launch_timed(partial(self._forward, layout, device_step))
         self._started = StartedStep(plan, layout, entry, forward, device_step)
 
@@ -135,13 +153,17 @@ class ModelRunner:
         if grammar is not None:
             staged_grammar = self._sampler.stage_grammar(grammar, layout.sampling, entry.late)
         results: list[torch.Tensor] = []
-        sample = self._device.launch_timed(
-            partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results)
-        )
-        output, fields = _lay_out_output(started)
+        if self._samples:
+            output, fields = _lay_out_output(started)
+            work = partial(self._sample, layout, device_step, staged_grammar, entry.late.uploader(), results)
+        else:
+            assert self._pipeline is not None
+            output, fields = OutputLayout(step_id, np.zeros(len(started.plan.slots), np.int32)), []
+            work = partial(self._pass_on, layout, self._pipeline.await_tokens(started.plan))
+        sample = self._device.launch_timed(work)
         copied = self._device.copy_to_host(lambda: results, [entry.outputs.tensor(f) for f in fields])
-        work = DeviceWork(started.forward, sample, layout.num_tokens, self._lane)
-        return AsyncOutput(entry, output, work, copied)
+        device_work = DeviceWork(started.forward, sample, layout.num_tokens, self._lane)
+        return AsyncOutput(entry, output, device_work, copied)
 
     def _lay_out(self, plan: StepPlan, entry: RingEntry) -> StepLayout:
         """Main thread. New requests first: what they ask is part of this step."""
@@ -161,6 +183,7 @@ class ModelRunner:
             sampling=self._sampler.stage(plan, query_start, buffer),
             prompt=self._prompts.stage(plan, query_start, self._options.num_prompt_logprobs[plan.slots], buffer),
             requests=requests,
+            tokens=self._pipeline.stage_tokens(plan, buffer) if self._pipeline is not None else [],
             upload=buffer.uploader(),
         )
 
@@ -171,6 +194,13 @@ class ModelRunner:
         options = self._options.stage(requests, buffer)
         return StagedRequests(batch, options, buffer.uploader())
 
+    def _receive(self, layout: StepLayout, step: DeviceStep) -> None:
+        """Launched work of a pipeline's stage: what other stages have sent for this step."""
+        assert self._pipeline is not None
+        for staged in layout.tokens:
+            self._pipeline.take(staged, self._batch, layout.upload)
+        step.received = self._pipeline.receive_hidden(layout.num_tokens)
+
     def _forward(self, layout: StepLayout, step: DeviceStep) -> None:
         """Launched work: staged writes, then the model, then the logits of the rows that sample."""
         batch, upload = self._batch, layout.upload
@@ -179,7 +209,12 @@ class ModelRunner:
             self._options.admit(layout.requests.options, layout.requests.upload)
         if layout.appends is not None:
             batch.append_blocks(layout.appends, upload)
-        hidden = self._run_model(layout)
+        hidden = self._run_model(layout, step.received)
+        step.received = None
+        if not self._samples:
+            assert self._pipeline is not None
+            self._pipeline.send_hidden(hidden)
+            return
         if layout.prompt is not None:
             index, slots, positions = (
                 upload[f] for f in (layout.prompt.index, layout.prompt.slots, layout.prompt.positions)
@@ -193,18 +228,20 @@ class ModelRunner:
         elif layout.sampling.num_sampling:
             step.logits = self._model.compute_logits(hidden[upload[layout.sampling.last_token]])
 
-    def _run_model(self, layout: StepLayout) -> torch.Tensor:
-        """Launched work. Returns hidden states [t, hidden]."""
+    def _run_model(self, layout: StepLayout, received: torch.Tensor | None) -> torch.Tensor:
+        """Launched work. received: hidden states, None where token ids go in. Returns hidden states [t, hidden]."""
         batch, upload = self._batch, layout.upload
         slots, query_start = upload[layout.slots], upload[layout.query_start]
         positions, seq_lens, slot_mapping = prepare_inputs(
             slots, query_start, batch.num_computed, batch.block_table,
             self._block_size, layout.num_tokens, layout.max_query_len,
         )  # fmt: skip
-        input_ids = combine_sampled_and_draft_tokens(
-            slots, query_start, positions, batch.all_token_ids, batch.prefill_len, batch.num_tokens,
-            batch.last_sampled, batch.draft_tokens, layout.max_query_len,
-        )  # fmt: skip
+        inputs = received
+        if inputs is None:
+            inputs = combine_sampled_and_draft_tokens(
+                slots, query_start, positions, batch.all_token_ids, batch.prefill_len, batch.num_tokens,
+                batch.last_sampled, batch.draft_tokens, layout.max_query_len,
+            )  # fmt: skip
         max_blocks = -(-layout.max_seq_len // self._block_size)
         attention = AttentionMetadata(
             query_start=query_start,
@@ -214,7 +251,7 @@ class ModelRunner:
             max_query_len=layout.max_query_len,
             max_seq_len=layout.max_seq_len,
         )
-        return self._model.forward(input_ids, positions, self._kv_cache, attention)
+        return self._model.forward(inputs, positions, self._kv_cache, attention)
 
     def _sample(
         self,
@@ -239,6 +276,8 @@ class ModelRunner:
             else:
                 sampled.index_copy_(0, upload[sampling.rows], chosen.unsqueeze(1))
             results.append(sampled)
+            if self._pipeline is not None:
+                self._pipeline.send_tokens(sampled)
             if raw is not None:
                 results.extend(_tensors(self._sampler.gather(raw, chosen, sampling, upload)))
         if step.prompt is not None:
@@ -247,6 +286,19 @@ class ModelRunner:
             upload[layout.slots], upload[layout.query_start], sampled, upload[layout.num_sampled], None,
             batch.num_computed, batch.num_tokens, batch.all_token_ids, batch.last_sampled,
         )  # fmt: skip
+
+    def _pass_on(self, layout: StepLayout, awaited: SampledElsewhere | None) -> None:
+        """Launched work of a stage that does not sample: its KV is computed, tokens come later."""
+        assert self._pipeline is not None
+        upload, num_rows = layout.upload, layout.slots.shape[0]
+        nothing = torch.zeros((num_rows, 1), dtype=torch.int32, device=self._device.torch_device)
+        batch = self._batch
+        post_update(
+            upload[layout.slots], upload[layout.query_start], nothing, nothing[:, 0], None,
+            batch.num_computed, batch.num_tokens, batch.all_token_ids, batch.last_sampled,
+        )  # fmt: skip
+        if awaited is not None:
+            self._pipeline.receive_tokens(awaited)
 
 
 def _lay_out_output(started: StartedStep) -> tuple[OutputLayout, list[Field]]:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .codec import Codec, CodecError, require_plain
 from .failure import failure
 from .logs import log_to_stderr, phase
-from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Shutdown, WorkerReply, WorkerRpc
+from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
 from .sockets import open_socket
 
 if TYPE_CHECKING:
@@ -34,13 +34,18 @@ REPLY_LINGER_MS = 2000
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor tells a new worker process. worker_class: "package.module:Class"."""
+    """What the executor tells a new worker process.
+
+    rank: stage * tensor_parallel_size + rank within the stage. worker_class: "package.module:Class".
+    plans, replies: addresses that the executor has bound. rendezvous: None for the only rank.
+    """
 
     config: ResolvedConfig
     rank: int
     worker_class: str
     plans: str
     replies: str
+    rendezvous: Rendezvous | None = None
 
 
 def main(message: bytes) -> int:
@@ -70,7 +75,7 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
         with phase(logger, "importing torch"):
             import torch  # noqa: F401
 
-        worker = make_worker(start.worker_class, start.config, start.rank)
+        worker = make_worker(start.worker_class, start.config, start.rank, start.rendezvous)
         ready = Ready(worker.info())
     except Exception as error:
         link.open()
@@ -78,7 +83,12 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
         link.close()
         return 1
     replies = WorkerAsyncOutputCopy(
-        link.send, start.rank, on_start=link.open, on_stop=link.close, lane=worker.copy_lane
+        link.send,
+        start.rank,
+        on_start=link.open,
+        on_stop=link.close,
+        lane=worker.copy_lane,
+        tells_tokens=start.rank == start.config.settings.output_rank,
     )
     replies.start()
     try:
@@ -117,9 +127,9 @@ def serve(
                 replies.put(failure(rank, error))
 
 
-def make_worker(worker_class: str, config: ResolvedConfig, rank: int) -> Worker:
+def make_worker(worker_class: str, config: ResolvedConfig, rank: int, rendezvous: Rendezvous | None = None) -> Worker:
     module, _, name = worker_class.partition(":")
-    return getattr(import_module(module), name)(config, rank)
+    return getattr(import_module(module), name)(config, rank, rendezvous)
 
 
 def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | None) -> Any:

@@ -28,6 +28,7 @@ from .device import Device
 from .messages import GrammarMasks, StepPlan
 from .model_runner import ModelRunner
 from .models.base import Model
+from .parallel import ONLY_STAGE, PipelineStage
 from .trace import Lane
 
 logger = logging.getLogger(__name__)
@@ -69,16 +70,17 @@ def make_runner(
     num_blocks: int,
     max_model_len: int,
     lane: Lane | None = None,
+    stage: PipelineStage = ONLY_STAGE,
 ) -> ModelRunner:
     """A ModelRunner, watched if the environment says so. Raises: ConfigError when it says something else."""
     action = os.environ.get(VARIABLE) or "off"
     if action not in _ACTIONS:
         raise ConfigError(f"{VARIABLE}={action!r}: must be one of {', '.join(_ACTIONS)}")
     if action == "off":
-        return ModelRunner(config, device, model, num_blocks, max_model_len, lane)
+        return ModelRunner(config, device, model, num_blocks, max_model_len, lane, stage)
     logger.info("%s=%s: every step is watched, and slower for it", VARIABLE, action)
     check = sync_check(action, device.torch_device)
-    return WatchedRunner(check, config, device, model, num_blocks, max_model_len, lane)
+    return WatchedRunner(check, config, device, model, num_blocks, max_model_len, lane, stage)
 
 
 class WatchedRunner(ModelRunner):
@@ -95,6 +97,14 @@ class WatchedRunner(ModelRunner):
     def sample(self, step_id: int, grammar: GrammarMasks | None) -> AsyncOutput:
         with self._check.watching():
             return super().sample(step_id, grammar)
+
+    def _receive(self, *arguments: Any) -> None:
+        with self._check.watching():
+            super()._receive(*arguments)
+
+    def _pass_on(self, *arguments: Any) -> None:
+        with self._check.watching():
+            super()._pass_on(*arguments)
 
     def _forward(self, *arguments: Any) -> None:
         with self._check.watching():

@@ -9,6 +9,7 @@ from .attention import AttentionMetadata
 from .messages import NewRequest, SamplingOptions, StepPlan
 from .model_runner import ModelRunner
 from .models.base import Model
+from .parallel import ONLY_STAGE, PipelineStage
 
 
 def run_whole_steps(runner: ModelRunner, block_size: int, max_model_len: int) -> None:
@@ -34,10 +35,16 @@ def run_whole_steps(runner: ModelRunner, block_size: int, max_model_len: int) ->
 
 @torch.inference_mode()
 def run_blank_step(
-    model: Model, device: torch.device, block_size: int, num_tokens: int, query_len: int
-) -> torch.Tensor:
+    model: Model,
+    device: torch.device,
+    block_size: int,
+    num_tokens: int,
+    query_len: int,
+    stage: PipelineStage = ONLY_STAGE,
+) -> torch.Tensor | None:
     """Launched work: a forward pass of rows of query_len tokens (the last may have fewer), without computed
-    tokens, on one KV block that nothing is written to. Returns the logits of as many tokens as there are rows."""
+    tokens, on one KV block that nothing is written to. Returns the logits of as many tokens as there are rows, None
+    on a stage that has none; nothing goes from stage to stage."""
     rows = -(-num_tokens // query_len)
     start = [min(row * query_len, num_tokens) for row in range(rows + 1)]
     query_start = torch.tensor(start, dtype=torch.int32, device=device)
@@ -49,7 +56,10 @@ def run_blank_step(
         max_query_len=query_len,
         max_seq_len=query_len,
     )
-    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    width, dtype = model.hidden
+    inputs = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    if not stage.first:
+        inputs = torch.zeros((num_tokens, width), dtype=dtype, device=device)
     positions = torch.arange(num_tokens, dtype=torch.int64, device=device) % query_len
-    hidden = model.forward(input_ids, positions, model.allocate_kv_cache(1, block_size), attention)
-    return model.compute_logits(hidden[:rows])
+    hidden = model.forward(inputs, positions, model.allocate_kv_cache(1, block_size), attention)
+    return model.compute_logits(hidden[:rows]) if stage.last else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -12,41 +13,49 @@ from ..config import ResolvedConfig
 from ..errors import StepaheadError
 from .async_output import AsyncOutput
 from .device import open_device
+from .distributed import join_ranks, leave_ranks
 from .loader import load_model
 from .logs import phase
 from .memory import kv_capacity
-from .messages import GrammarMasks, StepPlan, WorkerInfo
+from .messages import GrammarMasks, Rendezvous, StepPlan, WorkerInfo
 from .model_runner import ModelRunner
-from .parallel import ParallelGroup
 from .sync_check import make_runner
 from .trace import DEVICE, OUTPUT_COPY, WORKER, Recorder
 from .warm_up import run_whole_steps
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT = 2.0
+"""Seconds for what several ranks have launched together to end, when the worker is told to leave."""
+
 
 class Worker:
     """Every method is called from one thread, and none of the step's waits for the device.
 
     Construction opens the device and loads the model. Raises: ConfigError.
+    rank: stage * tensor_parallel_size + rank within the stage. rendezvous: None for the only rank.
     copy_lane: of the trace, for the thread that waits for outputs.
     """
 
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         self.rank = rank
         self._config = config
         self._trace = Recorder(f"{WORKER} {rank}")
         self._lane = self._trace.lane(WORKER)
         self._device_lane = self._trace.lane(DEVICE)
         self.copy_lane = self._trace.lane(OUTPUT_COPY)
-        self._device = open_device(config.settings.device)
+        self._device = open_device(config.settings.device, rendezvous.local_rank if rendezvous else 0)
         self._runner: ModelRunner | None = None
         try:
+            with phase(logger, "finding the other ranks"):
+                ranks = join_ranks(config, rank, self._device.torch_device, rendezvous)
+            self._stage = ranks.stage
             with phase(logger, "loading the weights"):
-                self._model = load_model(config, self._device.torch_device, ParallelGroup())
-            self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model)
+                self._model = load_model(config, self._device.torch_device, ranks.group, ranks.stage)
+            self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model, self._stage)
         except BaseException:
             self._device.close()
+            leave_ranks()
             raise
 
     def info(self) -> WorkerInfo:
@@ -57,7 +66,7 @@ class Worker:
         info().kv_blocks. max_model_len: in tokens. Waits; called once, before the first step."""
         with phase(logger, "allocating the KV cache"):
             self._runner = make_runner(
-                self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane
+                self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane, self._stage
             )
         with phase(logger, "compiling the kernels, or finding them compiled"):
             run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
@@ -88,7 +97,12 @@ class Worker:
 
     def shutdown(self) -> None:
         """Safe to call twice."""
+        if self._config.settings.world_size > 1:
+            # All ranks have launched the same, and none may leave another alone in the middle of it.
+            with contextlib.suppress(Exception):  # a step that failed has said so; leaving must go on
+                self._device.record().wait(_LEAVE_TIMEOUT)
         self._device.close()
+        leave_ranks()
 
     def _ready_runner(self) -> ModelRunner:
         if self._runner is None:

@@ -27,7 +27,7 @@ from stepahead.errors import ConfigError
 from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.executor.uniproc import UniProcExecutor
 from stepahead.frontend.engine_client import EngineClient
-from stepahead.worker.messages import GrammarMasks, SamplingOptions, StepOutput, StepPlan, WorkerInfo
+from stepahead.worker.messages import GrammarMasks, Rendezvous, SamplingOptions, StepOutput, StepPlan, WorkerInfo
 from stepahead.worker.trace import OUTPUT_COPY, Lane
 
 
@@ -56,7 +56,7 @@ class PaperOutput:
 class PaperWorker:
     """delay: seconds a step takes on the device, from the model's step_ms."""
 
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         self.rank = rank
         self.delay = config.model.step_ms / 1000
         self.device = PaperExecutor(config)
@@ -97,29 +97,29 @@ class PaperWorker:
 
 
 class BadWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         raise RuntimeError("this worker cannot start")
 
 
 class HalfBadWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         if rank == 1:
             raise RuntimeError("this worker cannot start")
         time.sleep(60)
 
 
 class RefusingWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         raise ConfigError("model='nowhere': no such folder")
 
 
 class DyingWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         os._exit(7)
 
 
 class SlowWorker(PaperWorker):
-    def __init__(self, config: ResolvedConfig, rank: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         time.sleep(60)
 
 

@@ -14,6 +14,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=100)
 
 
+def test_it_measures_ranks_that_work_together() -> None:
+    done = run("--step-ms", "1", "--requests", "2", "--steps", "16", "--rounds", "1", "--tp", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [(r["tp"], r["mode"]) for r in results] == [(2, "sync"), (2, "async")]
+
+
 def test_it_measures_both_modes_in_turn() -> None:
     done = run("--step-ms", "1", "--requests", "3", "--steps", "20", "--rounds", "1", "--json")
     assert done.returncode == 0, done.stderr

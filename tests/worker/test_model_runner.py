@@ -26,6 +26,7 @@ from stepahead.worker.attention import AttentionMetadata
 from stepahead.worker.messages import GrammarMasks, SamplingOptions
 from stepahead.worker.models.base import KVCache
 from stepahead.worker.models.hash_lm import HashLM
+from stepahead.worker.parallel import ParallelGroup
 
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], "b": [27], "c": [2, 7, 1, 8, 2]}
 
@@ -157,7 +158,7 @@ class _SlowReader(HashLM):
 
 def test_a_steps_host_buffers_are_not_overwritten_while_it_reads_them() -> None:
     config = make_config()
-    model = _SlowReader(config.model, torch.float32, torch.device("cpu"), None)  # type: ignore[arg-type]
+    model = _SlowReader(config.model, torch.float32, torch.device("cpu"), ParallelGroup())
     model.seen = []
     driver = StepDriver(config, model)
     admit_all(driver)

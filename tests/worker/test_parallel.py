@@ -20,7 +20,7 @@ from stepahead.worker.layers import ParallelLMHead, Placement, VocabParallelEmbe
 from stepahead.worker.loader import checkpoint_weights
 from stepahead.worker.model_config import ModelConfig, read_model_config
 from stepahead.worker.models.transformer import Transformer
-from stepahead.worker.parallel import ParallelGroup
+from stepahead.worker.parallel import ParallelGroup, PipelineStage
 from stepahead.worker.weights import WeightSlot, fill_slots
 from tiny_models import make_tiny_model
 
@@ -87,6 +87,90 @@ def test_ranks_together_compute_the_logits_of_one(
     expected = logits(ParallelGroup())
     for actual in on_every_rank(size, logits):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+class Chain:
+    """The stages of a pipeline as one model."""
+
+    def __init__(self, stages: list[Transformer]) -> None:
+        self.stages = stages
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> list[Any]:
+        return [stage.allocate_kv_cache(num_blocks, block_size) for stage in self.stages]
+
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, kv_cache: list[Any], attention: Any) -> Any:
+        for stage, kv in zip(self.stages, kv_cache, strict=True):
+            inputs = stage.forward(inputs, positions, kv, attention)
+        return inputs
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.stages[-1].compute_logits(hidden)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "size", "num_stages"),
+    [
+        ("LlamaForCausalLM", {"tie_word_embeddings": True}, 1, 3),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 1}, 2, 2),
+        ("MistralForCausalLM", {"sliding_window": 3}, 1, 2),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 3}, 1, 4),
+        ("Qwen3ForCausalLM", {}, 2, 3),
+    ],
+)
+def test_stages_one_after_another_compute_the_logits_of_the_whole(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any], size: int, num_stages: int
+) -> None:
+    folder = make_tiny_model(architecture, tmp_path, num_hidden_layers=5, **overrides)
+    config = read_model_config(folder)
+
+    def logits(group: ParallelGroup, num_stages: int) -> torch.Tensor:
+        stages = []
+        for index in range(num_stages):
+            stages.append(Transformer(config, torch.float32, CPU, group, PipelineStage(index, num_stages)))
+            stages[-1].load_weights(checkpoint_weights(folder))
+        run = PagedRun(Chain(stages))  # type: ignore[arg-type]
+        return torch.cat([run.step([[3, 1, 4, 1, 5]])[0], run.step([[9]])[0]])
+
+    expected = logits(ParallelGroup(), 1)
+    for actual in on_every_rank(size, lambda group: logits(group, num_stages)):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(5, 2), (5, 3), (4, 4), (7, 4)])
+def test_every_layer_is_on_one_stage_and_the_last_one_has_no_more_than_others(num_layers: int, num_stages: int) -> None:
+    shares = [PipelineStage(index, num_stages).layers(num_layers) for index in range(num_stages)]
+    assert [layer for share in shares for layer in share] == list(range(num_layers))
+    assert min(map(len, shares)) == len(shares[-1]) >= max(map(len, shares)) - 1
+
+
+def test_a_stage_reads_only_its_own_weights_and_misses_those_that_are_not_there(tmp_path: Path) -> None:
+    folder = make_tiny_model("LlamaForCausalLM", tmp_path, num_hidden_layers=3)
+    config = read_model_config(folder)
+    weights = {name: source[...] for name, source in checkpoint_weights(folder)}
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.shape = weights[name].shape
+
+        def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+            read.append(self.name)
+            return weights[self.name][part]
+
+    held: list[str] = []
+    for index in range(3):
+        read: list[str] = []
+        model = Transformer(config, torch.float32, CPU, ParallelGroup(), PipelineStage(index, 3))
+        expected = set(model.weight_shapes())
+        model.load_weights((name, Recorded(name)) for name in weights)
+        assert set(read) == expected
+        held += read
+        lost = min(name for name in read if "layers" in name)
+        with pytest.raises(ConfigError, match=f"weight '{lost}' is missing"):
+            Transformer(config, torch.float32, CPU, ParallelGroup(), PipelineStage(index, 3)).load_weights(
+                item for item in weights.items() if item[0] != lost
+            )
+    assert sorted(held) == sorted(weights)
 
 
 def tiny_config(**fields: Any) -> ModelConfig:

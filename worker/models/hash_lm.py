@@ -3,6 +3,9 @@
 The KV cache stores token ids. A forward writes them at the slot mapping, reads the whole context back
 through the block table, and hashes each token with its position: one wrong block, position or token, anywhere,
 changes every later logit. All of it is integer arithmetic, so results do not depend on batch or chunks.
+
+Each stage of a pipeline has a KV cache and does the same, in its share of the time: the hashes of stages that agree
+stay what they are, others do not. Tensor-parallel ranks divide the vocabulary, not the time.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from ...kernels.kv_write import kv_write
 from ..attention import AttentionMetadata
 from ..model_config import ModelConfig
-from ..parallel import ParallelGroup
+from ..parallel import ONLY_STAGE, ParallelGroup, PipelineStage
 from ..weights import WeightSource
 from .base import KVCache
 
@@ -30,13 +33,25 @@ _SPREAD = 8.0
 
 
 class HashLM:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, group: ParallelGroup) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ParallelGroup,
+        stage: PipelineStage = ONLY_STAGE,
+    ) -> None:
+        self.hidden = 2, torch.int64
         self._device = device
-        self._step_seconds = config.step_ms / 1000
-        self._vocab = torch.arange(config.vocab_size, dtype=torch.int32, device=device) * _VOCAB
+        self._group = group
+        self._stage = stage
+        step_ms = config.step_ms / stage.size
+        self._step_seconds = step_ms / 1000
+        self._vocab_size = config.vocab_size
+        self._vocab = self._vocab_share(config.vocab_size) * _VOCAB
         self._sleep_cycles = 0
-        if config.step_ms and device.type == "cuda":
-            self._sleep_cycles = int(config.step_ms * _cycles_per_ms())
+        if step_ms and device.type == "cuda":
+            self._sleep_cycles = int(step_ms * _cycles_per_ms())
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         return 4 * block_size
@@ -47,20 +62,23 @@ class HashLM:
         return [(ids, ids)]
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
+        self, inputs: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
     ) -> torch.Tensor:
-        """Returns int64 [t, 1], a hash of each token's context."""
+        """Returns int64 [t, 2]: the token's id, and a hash of its context."""
         began = time.monotonic()
         if self._sleep_cycles:
             torch.cuda._sleep(self._sleep_cycles)
         cache = kv_cache[0][0]
-        ids = input_ids.view(-1, 1, 1)
+        tokens = inputs if self._stage.first else inputs[:, 0].int()
+        ids = tokens.view(-1, 1, 1)
         kv_write(ids, ids, cache, cache, attention.slot_mapping)
         hashes = self._hash_contexts(cache, positions, attention)
+        if not self._stage.first:
+            hashes ^= (hashes ^ inputs[:, 1]) * _MIX
         if self._device.type == "cpu" and self._step_seconds:
             # Without the interpreter lock: the worker's main thread goes on, as it would beside a GPU.
             time.sleep(max(0.0, began + self._step_seconds - time.monotonic()))
-        return hashes.unsqueeze(1)
+        return torch.stack((tokens.long(), hashes), dim=1)
 
     def _hash_contexts(
         self, cache: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata
@@ -80,13 +98,20 @@ class HashLM:
         return hashes ^ (hashes >> 32)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: int64 [m, 1]. Returns float32 [m, vocab_size]: 24 random bits each, exact in float32."""
-        bits = (hidden & 0x7FFFFFFF).int() ^ self._vocab
+        """hidden: int64 [m, 2]. Returns float32 [m, vocab_size]: 24 random bits each, exact in float32."""
+        bits = (hidden[:, 1:] & 0x7FFFFFFF).int() ^ self._vocab
         bits *= _MIX_1
         bits ^= bits >> 15
         bits *= _MIX_2
         bits ^= bits >> 13
-        return (bits & 0xFFFFFF).float() * (_SPREAD / 2**24)
+        logits = (bits & 0xFFFFFF).float() * (_SPREAD / 2**24)
+        return self._group.all_gather(logits, dim=1)[:, : self._vocab_size]
+
+    def _vocab_share(self, vocab_size: int) -> torch.Tensor:
+        """int32 [ceil(vocab_size / ranks)], this rank's token ids; the last ones may be beyond the vocabulary."""
+        count = -(-vocab_size // self._group.size)
+        first = self._group.rank * count
+        return torch.arange(first, first + count, dtype=torch.int32, device=self._device)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}

@@ -6,6 +6,7 @@ They differ only in what ModelConfig says: biases, q/k norms, head size, rope sc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -26,9 +27,11 @@ from ..layers import (
     VocabParallelEmbedding,
 )
 from ..model_config import ModelConfig
-from ..parallel import ParallelGroup
+from ..parallel import ONLY_STAGE, ParallelGroup, PipelineStage
 from ..weights import WeightSlot, WeightSource, fill_slots
 from .base import KVCache
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class Attention:
@@ -116,68 +119,108 @@ class Layer:
 
 
 class Transformer:
-    """See base.Model. Parameters are plain tensors, uninitialised until load_weights."""
+    """See base.Model. Parameters are plain tensors, uninitialised until load_weights.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, group: ParallelGroup) -> None:
+    embed_tokens: on the first stage, and with tied embeddings on the last. norm, lm_head: on the last stage.
+    layers: this stage's, by their place in the whole model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ParallelGroup,
+        stage: PipelineStage = ONLY_STAGE,
+    ) -> None:
         """Raises: ConfigError when the model cannot be divided among the group's ranks."""
         place = Placement(dtype, device, group)
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
         self.config = config
         self.place = place
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place)
-        self.layers = [Layer(config, layer, place) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        shared = self.embed_tokens.weight if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, place, shared)
+        self.stage = stage
+        self.hidden = hidden_size, dtype
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.lm_head: ParallelLMHead | None = None
+        if stage.first or (stage.last and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden_size, place)
+        self.layers = {layer: Layer(config, layer, place) for layer in stage.layers(config.num_layers)}
+        if stage.last:
+            tied = self.embed_tokens if config.tie_word_embeddings else None
+            self.norm = RMSNorm(hidden_size, config.rms_norm_eps, place)
+            self.lm_head = ParallelLMHead(vocab_size, hidden_size, place, tied.weight if tied else None)
         self.cos_sin = rope_table(config, device)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
+        self, inputs: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attention: AttentionMetadata
     ) -> torch.Tensor:
-        residual = self.embed_tokens(input_ids)
-        normed = self.layers[0].input_norm(residual)
+        """Between stages goes the residual; the last stage returns it normed."""
+        layers = list(self.layers.values())
+        residual = self.embed_tokens(inputs) if self.stage.first and self.embed_tokens is not None else inputs
+        normed = layers[0].input_norm(residual)
         # Each addition to the residual is fused with the norm that reads it next.
-        norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, kv, norm_after in zip(self.layers, kv_cache, norms_after, strict=True):
+        norms_after = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        for layer, kv, norm_after in zip(layers, kv_cache, norms_after, strict=True):
             attended = layer.attention(normed, positions, self.cos_sin, kv, attention)
             normed, residual = layer.post_attention_norm.add(attended, residual)
-            normed, residual = norm_after.add(layer.mlp(normed), residual)
+            after_mlp = layer.mlp(normed)
+            if norm_after is None:
+                return after_mlp + residual
+            normed, residual = norm_after.add(after_mlp, residual)
         return normed
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.lm_head is not None, "only the last stage has logits"
         return self.lm_head(hidden)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         per_token = self._num_kv_heads * self.config.head_dim * self.place.dtype.itemsize
-        return 2 * self.config.num_layers * block_size * per_token
+        return 2 * len(self.layers) * block_size * per_token
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         shape = (num_blocks, block_size, self._num_kv_heads, self.config.head_dim)
-        return [(self._zeros(shape), self._zeros(shape)) for _ in range(self.config.num_layers)]
+        return [(self._zeros(shape), self._zeros(shape)) for _ in self.layers]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: slot.shape for name, slot in self._slots().items()}
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         fill_slots(self._slots(), (item for item in weights if not self._redundant(item[0])))
-        for layer in self.layers:
+        for layer in self.layers.values():
             for part in (layer.attention.qkv, layer.attention.o_proj, layer.mlp.gate_up, layer.mlp.down_proj):
                 part.pack()
-        self.lm_head.pack()
+        if self.lm_head is not None:
+            self.lm_head.pack()
+        if not self.stage.first:
+            self.embed_tokens = None  # it was there to fill the LM head
 
     @property
     def _num_kv_heads(self) -> int:
-        return self.layers[0].attention.qkv.num_kv_heads
+        return next(iter(self.layers.values())).attention.qkv.num_kv_heads
 
     def _redundant(self, name: str) -> bool:
-        """Old checkpoints hold rope's frequencies; some with tied embeddings hold the matrix twice."""
-        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight")
+        """Old checkpoints hold rope's frequencies; some with tied embeddings hold the matrix twice. What other
+        stages hold is theirs to check."""
+        if name.endswith("rotary_emb.inv_freq") or (self.config.tie_word_embeddings and name == "lm_head.weight"):
+            return True
+        of_layer = _LAYER.match(name)
+        if of_layer is not None:
+            layer = int(of_layer[1])
+            return layer < self.config.num_layers and layer not in self.layers
+        elsewhere = (("model.embed_tokens.", self.embed_tokens), ("model.norm.", self.norm), ("lm_head.", self.lm_head))
+        return any(name.startswith(prefix) and held is None for prefix, held in elsewhere)
 
     def _slots(self) -> dict[str, WeightSlot]:
-        slots = {**self.embed_tokens.slots("model.embed_tokens."), **self.norm.slots("model.norm.")}
-        for index, layer in enumerate(self.layers):
+        slots: dict[str, WeightSlot] = {}
+        if self.embed_tokens is not None:
+            slots |= self.embed_tokens.slots("model.embed_tokens.")
+        for index, layer in self.layers.items():
             slots |= layer.slots(f"model.layers.{index}.")
-        if not self.config.tie_word_embeddings:
-            slots |= self.lm_head.slots("lm_head.")
+        if self.norm is not None and self.lm_head is not None:
+            slots |= self.norm.slots("model.norm.")
+            if not self.config.tie_word_embeddings:
+                slots |= self.lm_head.slots("lm_head.")
         return slots
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
