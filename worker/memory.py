@@ -73,6 +73,7 @@ def _profile_step(
     logits = run_blank_step(model, device, settings.block_size, tokens, query_len, stage)
     if logits is None:
         return
+    logits = logits.float()
     raw = logits.log_softmax(1)  # lives until the sampled tokens' log-probabilities are gathered
     ones = torch.ones(len(logits), device=device)
     places = torch.zeros(len(logits), dtype=torch.int64, device=device)

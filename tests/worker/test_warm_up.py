@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from step_driver import BLOCK_SIZE, CPU, GREEDY, MAX_LEN, StepDriver, greedy_tokens, hash_model, make_config
+from step_driver import BLOCK_SIZE, CPU, GREEDY, MAX_LEN, NUM_SLOTS, StepDriver, greedy_tokens, hash_model, make_config
+from stepahead.worker import memory
 from stepahead.worker.device import share_interpreter
-from stepahead.worker.memory import _profile_step
 from stepahead.worker.warm_up import run_blank_step, run_whole_steps
 
 
@@ -39,8 +40,14 @@ def test_a_blank_step_has_a_row_for_each_part_of_its_tokens(num_tokens: int, que
     assert logits.shape == (-(-num_tokens // query_len), hash_model()._vocab.shape[0])
 
 
-def test_the_memory_profile_runs_the_largest_step_with_its_sampling() -> None:
-    _profile_step(make_config(max_num_batched_tokens=48), CPU, hash_model())
+def test_the_memory_profile_runs_the_largest_step_with_its_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, computed, sampled = hash_model(), [], []
+    forward, sample = model.forward, memory.gumbel_sample
+    monkeypatch.setattr(model, "forward", lambda ids, *rest: computed.append(len(ids)) or forward(ids, *rest))
+    monkeypatch.setattr(memory, "gumbel_sample", lambda logits, *rest: sampled.append(logits) or sample(logits, *rest))
+    memory._profile_step(make_config(max_num_batched_tokens=48), CPU, model)
+    assert computed == [48]
+    assert [(len(logits), logits.dtype) for logits in sampled] == [(NUM_SLOTS, torch.float32)]
 
 
 def test_a_wider_block_table_compiles_no_kernel_again() -> None:
