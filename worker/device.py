@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
+
+T = TypeVar("T")
 
 _SWITCH_INTERVAL = 1e-4
 
@@ -71,6 +74,11 @@ class Device(ABC):
     @abstractmethod
     def launch_timed(self, work: Callable[[], object]) -> TimedWork:
         """As launch."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], T]) -> T:
+        """`work` is done where launched work is, after all of it. For start-up: waits, and returns what it returns.
+        Raises: what it raises; later work is not affected."""
 
     @abstractmethod
     def record(self) -> Event:

@@ -6,13 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 
 import numpy as np
 import torch
 
 from ..errors import StepaheadError
-from .device import Device, Event, TimedWork, share_interpreter
+from .device import Device, Event, T, TimedWork, share_interpreter
 
 
 class _Failure:
@@ -99,6 +100,19 @@ class CpuDevice(Device):
         timed = _CpuWork(work)
         self.launch(timed)
         return timed
+
+    def run(self, work: Callable[[], T]) -> T:
+        result: Future[T] = Future()
+
+        def fulfil() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self.launch(fulfil)
+        self.record().wait()
+        return result.result()
 
     def record(self) -> Event:
         event = CpuEvent()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .device import Device, Event, TimedWork, share_interpreter
+from .device import Device, Event, T, TimedWork, share_interpreter
 
 _POLL_SECONDS = 0.0001
 _CALIBRATIONS = 8
@@ -120,6 +120,10 @@ class CudaDevice(Device):
         start = CudaEvent(self._compute, self._clock)
         self.launch(work)
         return _CudaWork(start, CudaEvent(self._compute, self._clock))
+
+    def run(self, work: Callable[[], T]) -> T:
+        with torch.cuda.stream(self._compute):
+            return work()
 
     def record(self) -> Event:
         return CudaEvent(self._compute, self._clock)

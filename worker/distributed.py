@@ -31,8 +31,6 @@ def join_ranks(config: ResolvedConfig, rank: int, device: torch.device, rendezvo
     if settings.world_size == 1:
         return Ranks()
     assert rendezvous is not None, "a rank among several must be told where the others are"
-    if device.type == "cpu":
-        _share_cores(rendezvous.local_size)
     if rendezvous.address.startswith("file://"):
         _stay_on_this_machine()
     try:
@@ -89,12 +87,6 @@ def _make_link(rank: int, ends: Sequence[int], device: torch.device) -> Link | N
     greeting = torch.zeros(1, dtype=torch.int32, device=device)
     (link.send(greeting) if rank == ends[0] else link.receive(greeting)).finish()
     return link
-
-
-def _share_cores(local_size: int) -> None:
-    """Ranks of one machine share its cores: as many threads each as there are cores would fight for them."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
 
 
 def _stay_on_this_machine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from ..config import ResolvedConfig
 from ..errors import StepaheadError
 from .async_output import AsyncOutput
+from .cpu_threads import share_cores
 from .device import open_device
 from .distributed import join_ranks, leave_ranks
 from .loader import load_model
@@ -46,13 +48,16 @@ class Worker:
         self.copy_lane = self._trace.lane(OUTPUT_COPY)
         self._device = open_device(config.settings.device, rendezvous.local_rank if rendezvous else 0)
         self._runner: ModelRunner | None = None
+        run = self._device.run
         try:
+            if self._device.torch_device.type == "cpu":
+                share_cores(self._device, rendezvous.local_size if rendezvous else 1)
             with phase(logger, "finding the other ranks"):
                 ranks = join_ranks(config, rank, self._device.torch_device, rendezvous)
             self._stage = ranks.stage
             with phase(logger, "loading the weights"):
-                self._model = load_model(config, self._device.torch_device, ranks.group, ranks.stage)
-            self._kv_blocks = kv_capacity(config, self._device.torch_device, self._model, self._stage)
+                self._model = run(partial(load_model, config, self._device.torch_device, ranks.group, ranks.stage))
+            self._kv_blocks = run(partial(kv_capacity, config, self._device.torch_device, self._model, self._stage))
         except BaseException:
             self._device.close()
             leave_ranks()
@@ -65,9 +70,16 @@ class Worker:
         """Allocates the KV pool and the per-request state, and runs a step on no data. num_blocks: at most
         info().kv_blocks. max_model_len: in tokens. Waits; called once, before the first step."""
         with phase(logger, "allocating the KV cache"):
-            self._runner = make_runner(
-                self._config, self._device, self._model, num_blocks, max_model_len, self._device_lane, self._stage
+            arguments = (
+                self._config,
+                self._device,
+                self._model,
+                num_blocks,
+                max_model_len,
+                self._device_lane,
+                self._stage,
             )
+            self._runner = self._device.run(partial(make_runner, *arguments))
         with phase(logger, "compiling the kernels, or finding them compiled"):
             run_whole_steps(self._runner, self._config.settings.block_size, max_model_len)
 

@@ -102,6 +102,24 @@ def test_a_copy_that_fails_says_so_in_every_wait(device: CpuDevice) -> None:
             copied.wait(10)
 
 
+def test_run_returns_what_the_device_thread_computed(device: CpuDevice) -> None:
+    seen: list[str] = []
+    device.launch(lambda: seen.append(threading.current_thread().name))
+    assert device.run(lambda: [*seen, threading.current_thread().name]) == ["stepahead-cpu-device"] * 2
+
+
+def test_what_fails_in_run_is_the_callers_alone(device: CpuDevice) -> None:
+    with pytest.raises(ZeroDivisionError):
+        device.run(lambda: 1 / 0)
+    assert device.run(lambda: 3) == 3
+
+
+def test_run_on_a_device_that_has_failed_raises_that(device: CpuDevice) -> None:
+    device.launch(lambda: torch.zeros(1)[5])
+    with pytest.raises(IndexError):
+        device.run(lambda: 3)
+
+
 def test_close_drops_what_has_not_started_and_ends_the_thread() -> None:
     device, gate, seen = CpuDevice(), threading.Event(), []
     device.launch(partial(gate.wait, 10))
