@@ -9,7 +9,8 @@ meets all of them. Prompts are the same token ids for each, outputs are greedy a
   tok_s       the prompts were seen before, and the prefix caches hold them: decode
   cold_tok_s  prompts nobody has seen: prefill and decode
 
-Each is the best of --repeats, output tokens over the time from the first request's submission to the last token. A
+Runs are a moment apart, so that no engine is still busy when the next one's turn comes. Each figure is the best of
+--repeats, output tokens over the time from the first request's submission to the last token. A
 ratio is ours over the peer's; transformers has no prefix cache, so both of its ratios compare cold runs. TTFT and ITL
 are ours, of cold runs, streamed. Progress goes to stderr; --json prints one JSON document last.
 """
@@ -31,6 +32,8 @@ from typing import Any, Protocol
 OURS = "stepahead"
 PEERS = ("vllm", "transformers")
 MAX_NUM_SEQS = 64
+SETTLE_SECONDS = 1.5
+"""Between two runs: a worker of vLLM's spins for a second after its last token, which would count against the next."""
 _READY = "bench-reply:"
 """Begins the lines of an engine's process that are meant for us."""
 
@@ -159,6 +162,7 @@ class EngineProcess:
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Raises: RuntimeError when the engine's process is gone."""
         assert self._process.stdin is not None
+        time.sleep(SETTLE_SECONDS)
         self._process.stdin.write(json.dumps({"method": method, **parameters}) + "\n")
         self._process.stdin.flush()
         return self._answer()
