@@ -68,17 +68,17 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
-    def watch(self, hello: Hello) -> list[int]:
-        """The sentinels of a worker that has come. The caller closes them, after stop()."""
+    def watch(self, hello: Hello) -> tuple[int, int | None]:
+        """Two sentinels of a worker that has come: for its silence, and its process if it is on this machine. The
+        caller closes them, after stop()."""
         silence, writer = os.pipe()
         with self._lock:
             self._last[hello.rank] = time.monotonic()
             self._silenced[hello.rank] = writer
-        sentinels = [silence]
         if hello.machine == machine_id():
-            with contextlib.suppress(AttributeError, OSError):  # no such call here, or the worker is gone: silence tells
-                sentinels.append(os.pidfd_open(hello.pid))
-        return sentinels
+            with contextlib.suppress(AttributeError, OSError):  # no such call, or it is gone: silence tells
+                return silence, os.pidfd_open(hello.pid)
+        return silence, None
 
     def all_started(self) -> None:
         with self._lock:

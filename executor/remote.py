@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 
 from ..config import ResolvedConfig
@@ -99,17 +98,17 @@ class RemoteExecutor(Executor):
     def _start_workers(self, address: str) -> None:
         """Starts them, or gets them started. Each is to connect to `address`."""
 
-    def _welcome(self, hello: Hello) -> None:  # noqa: B027 (who has started them knows them)
+    def _welcome(self, hello: Hello) -> None:
         """A worker has come: called once for each rank."""
 
-    def _wait_longer(self) -> None:  # noqa: B027
+    def _wait_longer(self) -> None:
         """Called every second while workers have not come yet."""
 
     @abstractmethod
     def _rendezvous(self) -> str:
         """Every worker has come; there are several. Where they find each other, as torch.distributed's init_method."""
 
-    def _all_ready(self) -> None:  # noqa: B027
+    def _all_ready(self) -> None:
         """Every worker has loaded its part of the model and holds both links."""
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """How a worker and its engine meet, whoever started the worker. Importing this loads no torch.
 
-    worker                                engine
-    Hello (rank, machine, …)       ───▶   checks it
-                                   ◀───   Start (settings, addresses), or Refused (why): the worker then ends
-                                   ◀───   Join, once every rank has come: where the ranks find each other
-    Ready, on the replies' link    ───▶
+worker                                engine
+Hello (rank, machine, …)       ───▶   checks it
+                               ◀───   Start (settings, addresses), or Refused (why): the worker then ends
+                               ◀───   Join, once every rank has come: where the ranks find each other
+Ready, on the replies' link    ───▶
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -124,8 +125,7 @@ def own_address(engine: str) -> str:
 def machine_id() -> str:
     """Equal in two processes when each can name the other by its pid: same boot, same pid namespace."""
     with contextlib.suppress(OSError):  # not Linux: nobody is on the same machine then
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return f"unknown {os.urandom(8).hex()}"
 
 

@@ -32,9 +32,7 @@ def start_beating(
     context: zmq.Context[zmq.Socket[bytes]], address: str, key: LinkKey | None, rank: int, timeout: float
 ) -> None:
     """In a thread, until the context ends. After `timeout` seconds without an echo the process exits."""
-    threading.Thread(
-        target=_beat, args=(context, address, key, rank, timeout), name="heartbeat", daemon=True
-    ).start()
+    threading.Thread(target=_beat, args=(context, address, key, rank, timeout), name="heartbeat", daemon=True).start()
 
 
 def _beat(

@@ -57,7 +57,9 @@ def write_key_file(path: str | Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ConfigError(f"{path} exists already; a key is not overwritten: choose another name or remove it") from None
+        raise ConfigError(
+            f"{path} exists already; a key is not overwritten: choose another name or remove it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
@@ -76,7 +78,9 @@ def read_key_file(path: str | Path) -> LinkKey:
         raise ConfigError(f"key_file={str(path)!r}: {error.strerror}; `stepahead keygen FILE` makes one") from error
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         mode = stat.S_IMODE(status.st_mode)
-        raise ConfigError(f"key_file={str(path)!r} is open to others (mode {mode:04o}): chmod 600 it, or make a new one")
+        raise ConfigError(
+            f"key_file={str(path)!r} is open to others (mode {mode:04o}): chmod 600 it, or make a new one"
+        )
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     try:
         if len(lines) != 1 or len(lines[0]) != _KEY_CHARACTERS:

@@ -190,7 +190,7 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
     try:
         if call.function is not None and not allow_callables:
             raise ConfigError(
-                "collective_rpc with a callable needs an ipc:// link, or one with a key; name a method of the worker instead"
+                "collective_rpc with a callable needs an ipc:// link or one with a key; name a method instead"
             )
         value = call_worker(worker, call.method, call.args, call.function)
         require_plain(value, f"the result of {call.method}")
