@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_CALL_S = 5.0
 _CALL_AGAIN_S = 30.0
-_HELLO_LIMIT, _BEAT_LIMIT = 1 << 12, 1 << 8
+_HELLO_LIMIT, _BEAT_LIMIT = 1 << 12, 1 << 11
 _LEAST_GRACE_S = 0.5
 _FAREWELL_MS = 2000
 """How long the news that it is over may take on its way to workers of other machines."""

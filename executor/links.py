@@ -54,6 +54,7 @@ def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:
     else:
         host, port = split_tcp(address)
         wanted = f"tcp://{_numeric(host, address)}:{port if name == 'plans' else 0}"
+        link.setsockopt(zmq.IPV6, int("[" in wanted))
     try:
         link.bind(wanted)
     except zmq.ZMQError as error:

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     keygen = commands.add_parser(
         "keygen",
         help="make a key for workers on other machines",
-        description="Writes a secret key for the links between an engine and its external workers (--key-file of both).",
+        description="Writes a secret key for the links of an engine and its external workers (--key-file of both).",
     )
     keygen.set_defaults(run=_keygen)
     keygen.add_argument("file", type=Path, metavar="FILE", help="is not overwritten")

@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from .codec import Codec, CodecError
 from .link_key import LinkKey, explain_refused_link, is_handshake_failure
 from .messages import Shutdown
-from .sockets import SIGNAL_CHECK_MS, split_tcp
+from .sockets import SIGNAL_CHECK_MS, connect, split_tcp
 
 PROTOCOL = 1
 """Of all messages between executor and worker. Both ends must have the same."""
@@ -151,7 +151,7 @@ def register(
         key.present(plans)
     events = plans.get_monitor_socket()
     try:
-        plans.connect(address)
+        connect(plans, address)
         plans.send(msgspec.msgpack.encode(hello))
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)

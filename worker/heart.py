@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from .link_key import LinkKey
-from .sockets import open_socket
+from .sockets import connect, open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def _beat(
     try:
         if key is not None:
             key.present(link)
-        link.connect(address)
+        connect(link, address)
         beat = msgspec.msgpack.encode(Beat(rank))
         heard = time.monotonic()
         while True:

@@ -26,7 +26,7 @@ from .heart import start_beating
 from .link_key import LinkKey
 from .logs import log_to_stderr, phase
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
-from .sockets import beside, open_socket
+from .sockets import beside, connect, open_socket
 
 if TYPE_CHECKING:
     from .async_output import WorkerAsyncOutputCopy
@@ -226,7 +226,7 @@ class _ReplyLink:
         self._socket = open_socket(self._context, zmq.PUSH, REPLY_LINGER_MS)
         if self._key is not None:
             self._key.present(self._socket)
-        self._socket.connect(self._address)
+        connect(self._socket, self._address)
 
     def send(self, reply: WorkerReply) -> None:
         if isinstance(reply, Failure) and reply.call_id is None:

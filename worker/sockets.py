@@ -110,8 +110,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, linger_ms)
-    socket.setsockopt(zmq.IPV6, 1)
     return socket
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """address: a bound one; of an IPv6 address, in brackets."""
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.connect(address)
 
 
 def _fresh_path() -> str:
