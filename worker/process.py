@@ -64,6 +64,7 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     plans = open_socket(context, zmq.DEALER)
+    end = _EndInAnyCase()
     try:
         start = register(plans, address, place, key, None if listener is None else listener.address)
         log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
@@ -72,10 +73,11 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
             health = beside(start.health, address)
             start_beating(context, health, key, start.rank, start.config.settings.worker_timeout)
         allow_callables = address.startswith("ipc://") or key is not None
-        return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables)
+        return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables, end)
     finally:
         plans.close()
         context.term()  # waits for the last reply to be taken, REPLY_LINGER_MS at most
+        end.reached()
 
 
 def _run(
@@ -84,6 +86,7 @@ def _run(
     link: _ReplyLink,
     rendezvous: Callable[[Join], Rendezvous | None],
     allow_callables: bool,
+    end: _EndInAnyCase,
 ) -> int:
     try:
         from .async_output import WorkerAsyncOutputCopy
@@ -113,7 +116,7 @@ def _run(
     try:
         replies.put(ready)
         serve(worker, start.rank, plans, replies, allow_callables)
-        _end_in_any_case()
+        end.begin()
         worker.shutdown()
     finally:
         replies.close()
@@ -131,18 +134,24 @@ def _rendezvous(join: Join, place: Place, listener: Listener | None) -> Rendezvo
     )
 
 
-def _end_in_any_case() -> None:
+class _EndInAnyCase:
     """A device that stands still in a collective is waited for when the worker leaves, for ever where the ranks that
     it misses are gone. Not every worker has a parent that kills it then."""
 
-    def end() -> None:
+    def __init__(self) -> None:
+        self._timer = threading.Timer(LEAVE_SECONDS, self._leave)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        self._timer.start()
+
+    def reached(self) -> None:
+        self._timer.cancel()
+
+    def _leave(self) -> None:
         logger.error("did not end within %g seconds of being told to; leaving", LEAVE_SECONDS)
         sys.stderr.flush()
         os._exit(1)
-
-    timer = threading.Timer(LEAVE_SECONDS, end)
-    timer.daemon = True
-    timer.start()
 
 
 def serve(
