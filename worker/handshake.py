@@ -22,7 +22,7 @@ import zmq
 from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .codec import Codec, CodecError
-from .link_key import LinkKey, explain_refused_link, is_handshake_failure
+from .link_key import REFUSED, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
 from .sockets import SIGNAL_CHECK_MS, connect, split_tcp
 
@@ -156,14 +156,18 @@ def register(
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)
+        failures = 0
         while True:
             ready = dict(poller.poll(SIGNAL_CHECK_MS))
             if plans in ready:
                 return _accepted(codec, plans.recv_multipart())
-            if events in ready and is_handshake_failure(events):
+            if events in ready:
+                failures += weight_of_failure(events)
+            if failures >= REFUSED:
                 raise RefusedError(explain_refused_link(address, key))
     finally:
         plans.disable_monitor()
+        events.close()
 
 
 def await_join(plans: zmq.Socket[bytes]) -> Join | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ZAP_DOMAIN = "stepahead"
 
+REFUSED = 3
+
 _FIRST_LINE = "# stepahead: the secret key of an engine's links. Whoever has it can run code on the workers.\n"
 _KEY_CHARACTERS = 40
 _LONGEST_FILE = 4096
@@ -109,14 +111,17 @@ def admit_only(context: zmq.Context[zmq.Socket[bytes]], key: LinkKey) -> ThreadA
     return authenticator
 
 
-def is_handshake_failure(events: zmq.Socket[bytes]) -> bool:
-    """Takes the next event of a socket's monitor. An end that closes before it has said anything is none: whoever
-    forwards a port does that while nobody listens behind it."""
+def weight_of_failure(events: zmq.Socket[bytes]) -> int:
+    """Takes the next event of a connecting socket's monitor. When the weights add up to REFUSED the other end does not
+    want us. One that hangs up in the middle of a handshake says so less clearly: it may just have ended, or forward
+    a port behind which nobody listens yet."""
     import zmq
     from zmq.utils.monitor import recv_monitor_message
 
     event = recv_monitor_message(events)["event"]
-    return event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+        return REFUSED
+    return 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 0
 
 
 def explain_refused_link(address: str, key: LinkKey | None) -> str:
