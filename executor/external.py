@@ -66,12 +66,8 @@ class ExternalExecutor(RemoteExecutor):
             limit(link, limits[name])
             if self.key is not None:
                 self.key.guard(link)
-        try:
-            bound = {name: bind(link, settings.executor_address, name) for name, link in links.items()}
-            self._files = [address.removeprefix("ipc://") for address in bound.values() if address.startswith("ipc://")]
-        except ConfigError:
-            health.close()
-            raise
+        bound = {name: bind(link, settings.executor_address, name) for name, link in links.items()}
+        self._files = [address.removeprefix("ipc://") for address in bound.values() if address.startswith("ipc://")]
         self._heartbeats = Heartbeats(health, settings.worker_timeout)
         self.address = bound["plans"]
         return Addresses(plans=bound["plans"], replies=bound["replies"], health=bound["health"])
