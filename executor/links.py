@@ -58,7 +58,7 @@ def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:
     try:
         link.bind(wanted)
     except zmq.ZMQError as error:
-        raise ConfigError(f"executor_address={address!r} cannot be bound: {os.strerror(error.errno)}") from error
+        raise ConfigError(f"executor_address={address!r} cannot be bound: {error}") from error
     return link.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
 

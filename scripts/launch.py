@@ -37,8 +37,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 
 _REFUSED = 2
-_STOP_SECONDS = 10.0
-"""What the others get to end by themselves when one has ended; then again between SIGTERM and SIGKILL."""
+_LEAVE_SECONDS = 7.0
+"""What workers get to end by themselves when the engine has ended: a little more than they give themselves."""
+
+_STOP_SECONDS = 3.0
+"""The same after a signal, and for an engine whose workers have ended, which it sees at once."""
+
+_TERM_SECONDS = 8.0
+"""Between SIGTERM and SIGKILL."""
 
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
 _PREFIX = re.compile(r"^@(\d+)@(.*)", re.DOTALL)
@@ -223,7 +229,7 @@ class Launch:
             if self._signals:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(processes[0].pid, self._signals[0])
-                if _wait_any(processes, _STOP_SECONDS, lambda: len(self._signals) > 1):
+                if _wait_any(processes, _TERM_SECONDS, lambda: len(self._signals) > 1):
                     return
                 self._signals.append(signal.SIGTERM)
             else:
@@ -233,7 +239,9 @@ class Launch:
         """Whatever is left of them: they get time, then SIGTERM, then SIGKILL with all that they have started."""
         import psutil
 
-        _wait_all(processes, _STOP_SECONDS if len(self._signals) < 2 else 0)
+        engine_ended = self._engine is not None and self._engine.poll() is not None
+        patience = _LEAVE_SECONDS if engine_ended and not self._signals else _STOP_SECONDS
+        _wait_all(processes, patience if len(self._signals) < 2 else 0)
         family = []
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -241,7 +249,7 @@ class Launch:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-        _wait_all(processes, _STOP_SECONDS)
+        _wait_all(processes, _TERM_SECONDS)
         for process in processes:
             if process.poll() is None:
                 process.kill()

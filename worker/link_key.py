@@ -89,7 +89,7 @@ def read_key_file(path: str | Path) -> LinkKey:
             raise ValueError
         secret = lines[0].encode()
         return LinkKey(secret, zmq.curve_public(secret))
-    except ValueError:
+    except (ValueError, zmq.ZMQError):
         raise ConfigError(f"key_file={str(path)!r} holds no key; `stepahead keygen FILE` makes one") from None
 
 
