@@ -63,7 +63,9 @@ def cuda_kv_bytes(config: ResolvedConfig, device: torch.device, model: Model, st
 
 
 @torch.inference_mode()
-def _profile_step(config: ResolvedConfig, device: torch.device, model: Model, stage: PipelineStage) -> None:
+def _profile_step(
+    config: ResolvedConfig, device: torch.device, model: Model, stage: PipelineStage = ONLY_STAGE
+) -> None:
     """The forward pass and logits of the largest step, and what sampling it takes at most."""
     settings = config.settings
     tokens = min(settings.max_num_batched_tokens, settings.max_num_seqs * config.max_model_len)

@@ -97,6 +97,17 @@ class AllStages:
         for device in self.devices:
             device.close()
 
+    def check_first_stage(self, slots: list[int]) -> None:
+        """Once nothing runs: it knows of as many tokens as the last stage, but for those it has not taken yet."""
+        first, last = self.runners[0], self.runners[-1]
+        assert first._pipeline is not None
+        known = first._batch.num_tokens.clone()
+        for step in first._pipeline._awaited:
+            mine = first._pipeline._admitted_at[step.slots] <= step.number
+            known[torch.from_numpy(step.slots[mine]).long()] += torch.from_numpy(step.num_sampled[mine])
+        assert known[slots].tolist() == last._batch.num_tokens[slots].tolist()
+        assert first._batch.num_computed[slots].tolist() == last._batch.num_computed[slots].tolist()
+
 
 @contextmanager
 def pipeline(num_stages: int, step_ms: float = 0.0) -> Iterator[StepDriver]:
@@ -135,6 +146,7 @@ def test_a_slots_new_owner_is_safe_from_tokens_of_the_old_one(num_stages: int) -
         driver.start({1: 1})
         driver.drain()
         driver.run(5, depth=num_stages + 1)
+        driver.runner.check_first_stage([0, 1])  # type: ignore[attr-defined]
         assert driver.tokens["new"] == greedy_tokens([4, 4, 4, 4], 6)
         assert driver.tokens["stays"] == greedy_tokens([5, 6], 7)
 
@@ -180,5 +192,6 @@ def test_whatever_is_planned_comes_out_as_if_alone(num_stages: int, seed: int) -
             while len(driver.in_flight) > rng.randrange(num_stages + 1):
                 driver.finish()
         driver.drain()
+        driver.runner.check_first_stage(list(driver.rows))  # type: ignore[attr-defined]
     for name, prompt in prompts.items():
         assert driver.tokens[name] == greedy_tokens(prompt, len(driver.tokens[name])), name
