@@ -42,6 +42,7 @@ def join_ranks(config: ResolvedConfig, rank: int, device: torch.device, rendezvo
         else:
             _use_interface_of(own_address(rendezvous.address))
             store = _meet(rendezvous, settings.world_size, timeout)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
