@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import ipaddress
 import os
 from typing import Any
 
@@ -12,7 +14,7 @@ from .errors import ConfigError
 from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig, check_division
 
-EXECUTORS = ("mp", "uni")
+EXECUTORS = ("mp", "uni", "external")
 DTYPES = ("auto", *CHECKPOINT_DTYPES)
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -41,7 +43,12 @@ HELP = {
     "enable_prefix_caching": "requests with the same beginning share its KV",
     "scheduling_policy": "fcfs, or priority: a lower number first, then by arrival",
     "async_scheduling": "plan a step before the previous one has returned; by itself on where it can be",
-    "executor": "mp: a worker process per device; uni: the worker inside the engine core; or package.module:Class",
+    "executor": "mp: a worker process per device; uni: the worker inside the engine core; external: workers that "
+    "others start, with python -m stepahead.worker; or package.module:Class",
+    "executor_address": "where external workers connect: tcp://HOST:PORT (* for every network, port 0 for a free one), "
+    "or ipc://FILE in a folder of yours alone",
+    "key_file": "of external workers' links, made by stepahead keygen; needed beyond this machine",
+    "worker_timeout": "seconds of silence after which an external worker counts as gone, and the engine to it",
     "tensor_parallel_size": "ranks that share each layer",
     "pipeline_parallel_size": "stages that share the layers",
     "step_timeout": "seconds a step may take before its workers count as hung",
@@ -76,6 +83,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
     executor: str = "mp"
+    executor_address: str = "tcp://127.0.0.1:0"
+    key_file: str | None = None
+    worker_timeout: float = 10.0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     step_timeout: float = 300.0
@@ -128,7 +138,15 @@ def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}") from None
     _check_ranges(config)
+    _check_links(config)
     return config
+
+
+def is_loopback(host: str) -> bool:
+    """Of an address or name without brackets: whether only this machine can reach it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: bool) -> ResolvedConfig:
@@ -164,6 +182,24 @@ def resolve_async_scheduling(config: EngineConfig, executor_supports: bool) -> t
         return False, reason
     asked = "asked on" if config.async_scheduling else "default"
     return True, f"{asked}; executor {config.executor!r} supports it"
+
+
+def _check_links(config: EngineConfig) -> None:
+    """Nothing is bound where strangers could connect."""
+    address = config.executor_address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("ipc://"):
+        if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
+            raise ConfigError(f"executor_address={address!r}: must be tcp://HOST:PORT or ipc://FILE")
+        if config.key_file is None and not is_loopback(host.removeprefix("[").removesuffix("]")):
+            raise ConfigError(
+                f"executor_address={address!r} can be reached from other machines and needs a key_file: "
+                "`stepahead keygen FILE` makes one"
+            )
+    if config.key_file is not None:
+        from .worker.link_key import read_key_file
+
+        read_key_file(config.key_file)
 
 
 def _check_batch_memory(max_num_seqs: int, max_model_len: int) -> None:
@@ -212,5 +248,7 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
     if not 0 < config.step_timeout <= _LONGEST_TIMEOUT:
         raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 and at most {_LONGEST_TIMEOUT:g}")
+    if not 1 <= config.worker_timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(f"worker_timeout={config.worker_timeout}: must be 1 to {_LONGEST_TIMEOUT:g}")
     if config.world_size > 1 and config.executor == "uni":
         raise ConfigError(f"executor 'uni' runs one rank, not {config.world_size}: use 'mp'")

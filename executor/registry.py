@@ -7,7 +7,11 @@ from importlib import import_module
 from ..errors import ConfigError
 from .base import Executor
 
-_HOME = {"mp": ".multiproc:MultiprocExecutor", "uni": ".uniproc:UniProcExecutor"}
+_HOME = {
+    "external": ".external:ExternalExecutor",
+    "mp": ".multiproc:MultiprocExecutor",
+    "uni": ".uniproc:UniProcExecutor",
+}
 
 
 def executor_class(name: str) -> type[Executor]:

@@ -109,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
         if field.name in _SAMPLING:
             _add_option(sampling, field.name, _SIMPLE_TYPES[str(field.type)], field.default)
     _add_engine_options(generate, _NOT_OPTIONS)
+    keygen = commands.add_parser(
+        "keygen",
+        help="make a key for workers on other machines",
+        description="Writes a secret key for the links of an engine and its external workers (--key-file of both).",
+    )
+    keygen.set_defaults(run=_keygen)
+    keygen.add_argument("file", type=Path, metavar="FILE", help="is not overwritten")
     trace = commands.add_parser(
         "trace",
         help="record and draw what every process does, with and without overlap",
@@ -153,6 +160,13 @@ def _add_option(group: Any, name: str, kind: type, default: Any, meaning: str = 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def _keygen(arguments: argparse.Namespace) -> None:
+    from ..worker.link_key import write_key_file
+
+    write_key_file(arguments.file)
+    print(f"{arguments.file}: a new key, for this user alone; copy it to the workers' machines", file=sys.stderr)
 
 
 def _trace(arguments: argparse.Namespace) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from ..config import ResolvedConfig
 from ..errors import PeerLostError
+from .handshake import own_address
 from .messages import Rendezvous
 from .parallel import Link, ParallelGroup, PipelineStage, Ranks
+from .sockets import split_tcp
 
 JOIN_TIMEOUT = 300.0
 """Seconds that the other ranks may take to come, and a collective may take at least."""
-
-_LOOPBACK_NAMES = ("lo", "lo0")
 
 
 def join_ranks(config: ResolvedConfig, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> Ranks:
@@ -31,15 +32,21 @@ def join_ranks(config: ResolvedConfig, rank: int, device: torch.device, rendezvo
     if settings.world_size == 1:
         return Ranks()
     assert rendezvous is not None, "a rank among several must be told where the others are"
-    if rendezvous.address.startswith("file://"):
-        _stay_on_this_machine()
+    timeout = datetime.timedelta(seconds=max(JOIN_TIMEOUT, min(settings.step_timeout, 1e6)))
     try:
+        if rendezvous.address.startswith("file://"):
+            _use_interface_of("127.0.0.1")
+            store = dist.FileStore(rendezvous.address.removeprefix("file://"), settings.world_size)
+        else:
+            _use_interface_of(own_address(rendezvous.address))
+            store = _meet(rendezvous, settings.world_size, timeout)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=rendezvous.address,
+            store=store,
             rank=rank,
             world_size=settings.world_size,
-            timeout=datetime.timedelta(seconds=max(JOIN_TIMEOUT, min(settings.step_timeout, 1e6))),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         return _make_groups(rank, settings.tensor_parallel_size, settings.pipeline_parallel_size, device)
@@ -89,9 +96,27 @@ def _make_link(rank: int, ends: Sequence[int], device: torch.device) -> Link | N
     return link
 
 
-def _stay_on_this_machine() -> None:
-    """A rendezvous in a file is for one machine: nothing need listen where others could connect."""
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+def _meet(rendezvous: Rendezvous, world_size: int, timeout: datetime.timedelta) -> Any:
+    """The store through which ranks of several machines tell each other their addresses."""
+    host, port = split_tcp(rendezvous.address)
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=rendezvous.listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=rendezvous.listener,
+    )
+
+
+def _use_interface_of(address: str) -> None:
+    """Ranks listen for each other where this machine has `address`, and nowhere else: a rendezvous in a file or on
+    loopback is for one machine, others need the network that leads to the engine. What the user chose stays."""
+    names = [
+        name for name, entries in psutil.net_if_addrs().items() if any(entry.address == address for entry in entries)
+    ]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        if not ip_address(address).is_loopback:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", names[0])

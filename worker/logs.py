@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_SILENCE_S = 10.0
+_MOST_TEXTS = 100
 
 
 def log_to_stderr(process_name: str, level: str) -> None:
     """level: of our own messages; the libraries' are shown from warnings up (numba's for debugging are a flood)."""
     logging.basicConfig(format=f"%(asctime)s %(levelname)s [{process_name} pid %(process)d] %(name)s: %(message)s")
     logging.getLogger(__name__.partition(".")[0]).setLevel(level.upper())
+
+
+class Complaints:
+    """Warnings about strangers, who may come back many times a second: one line each for what differs."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._last: dict[str, float] = {}
+
+    def log(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last.get(text, -math.inf) > _SILENCE_S:
+            if len(self._last) >= _MOST_TEXTS:
+                self._last.clear()
+            self._last[text] = now
+            self._logger.warning("%s", text)
 
 
 @contextmanager

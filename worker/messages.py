@@ -145,11 +145,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
     address: torch.distributed's init_method, e.g. "file:///dir/ranks" on one machine, "tcp://host:port" on many.
     local_rank: which of this machine's GPUs. local_size: how many of the ranks are on this machine.
+    listener: of the rank that serves a tcp:// rendezvous, the descriptor of the socket that listens there already.
     """
 
     address: str
     local_rank: int
     local_size: int
+    listener: int | None = None
 
 
 class ExecuteModel(msgspec.Struct, frozen=True, tag=1, array_like=True):

@@ -7,6 +7,10 @@ socket and one order. torch is imported inside `main`, after there is a way to r
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +21,12 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .codec import Codec, CodecError, require_plain
 from .failure import failure
+from .handshake import Join, Listener, Place, Start, await_join, register
+from .heart import start_beating
+from .link_key import LinkKey
 from .logs import log_to_stderr, phase
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
-from .sockets import open_socket
+from .sockets import beside, connect, open_socket
 
 if TYPE_CHECKING:
     from .async_output import WorkerAsyncOutputCopy
@@ -32,50 +39,65 @@ WORKER_CLASS = "stepahead.worker.worker:Worker"
 REPLY_LINGER_MS = 2000
 """How long a worker that exits waits for its last reply to be taken."""
 
+LEAVE_SECONDS = 5.0
+"""How long a worker that was told to end may take."""
 
-class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor tells a new worker process.
 
-    rank: stage * tensor_parallel_size + rank within the stage. worker_class: "package.module:Class".
-    plans, replies: addresses that the executor has bound. rendezvous: None for the only rank.
-    """
+class WorkerChild(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor tells a child process that is to be a worker: whom to ask for everything else, and as whom."""
 
-    config: ResolvedConfig
+    address: str
     rank: int
-    worker_class: str
-    plans: str
-    replies: str
-    rendezvous: Rendezvous | None = None
+    local_size: int
 
 
 def main(message: bytes) -> int:
-    start = msgspec.msgpack.decode(message, type=WorkerStart)
-    log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
+    child = msgspec.msgpack.decode(message, type=WorkerChild)
+    return run_worker(child.address, Place(child.rank, child.rank, child.local_size))
+
+
+def run_worker(address: str, place: Place, key: LinkKey | None = None, listener: Listener | None = None) -> int:
+    """A worker's whole life, whoever started its process. Returns the exit code: 0 when the engine has ended it.
+
+    address: where the executor listens. listener: rank 0's, for an executor that leaves it to the ranks to meet.
+    Raises: RefusedError.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     plans = open_socket(context, zmq.DEALER)
-    plans.setsockopt(zmq.IDENTITY, identity(start.rank))
-    plans.connect(start.plans)
-    plans.send(b"")  # tells the executor's ROUTER who we are: it can address us from now on
+    end = _EndInAnyCase()
     try:
-        return _run(start, plans, _ReplyLink(context, start.replies, start.rank))
+        start = register(plans, address, place, key, None if listener is None else listener.address)
+        log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
+        link = _ReplyLink(context, beside(start.replies, address), start.rank, key, tells_failures=bool(start.health))
+        if start.health is not None:
+            health = beside(start.health, address)
+            start_beating(context, health, key, start.rank, start.config.settings.worker_timeout)
+        allow_callables = address.startswith("ipc://") or key is not None
+        return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables, end)
     finally:
         plans.close()
-        context.destroy(linger=REPLY_LINGER_MS)
+        context.term()  # waits for the last reply to be taken, REPLY_LINGER_MS at most
+        end.reached()
 
 
-def identity(rank: int) -> bytes:
-    """Of a rank's DEALER socket."""
-    return b"rank-%d" % rank
-
-
-def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
+def _run(
+    start: Start,
+    plans: zmq.Socket[bytes],
+    link: _ReplyLink,
+    rendezvous: Callable[[Join], Rendezvous | None],
+    allow_callables: bool,
+    end: _EndInAnyCase,
+) -> int:
     try:
         from .async_output import WorkerAsyncOutputCopy
 
         with phase(logger, "importing torch"):
             import torch  # noqa: F401
 
-        worker = make_worker(start.worker_class, start.config, start.rank, start.rendezvous)
+        join = await_join(plans)
+        if join is None:
+            return 0
+        worker = make_worker(start.worker_class, start.config, start.rank, rendezvous(join))
         ready = Ready(worker.info())
     except Exception as error:
         link.open()
@@ -93,11 +115,43 @@ def _run(start: WorkerStart, plans: zmq.Socket[bytes], link: _ReplyLink) -> int:
     replies.start()
     try:
         replies.put(ready)
-        serve(worker, start.rank, plans, replies, allow_callables=start.plans.startswith("ipc://"))
+        serve(worker, start.rank, plans, replies, allow_callables)
+        end.begin()
         worker.shutdown()
     finally:
         replies.close()
-    return 0
+    return 1 if link.has_failed else 0
+
+
+def _rendezvous(join: Join, place: Place, listener: Listener | None) -> Rendezvous | None:
+    if join.rendezvous is None:
+        return None
+    return Rendezvous(
+        address=join.rendezvous,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        listener=None if listener is None else listener.detach(),
+    )
+
+
+class _EndInAnyCase:
+    """A device that stands still in a collective is waited for when the worker leaves, for ever where the ranks that
+    it misses are gone. Not every worker has a parent that kills it then."""
+
+    def __init__(self) -> None:
+        self._timer = threading.Timer(LEAVE_SECONDS, self._leave)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        self._timer.start()
+
+    def reached(self) -> None:
+        self._timer.cancel()
+
+    def _leave(self) -> None:
+        logger.error("did not end within %g seconds of being told to; leaving", LEAVE_SECONDS)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def serve(
@@ -145,7 +199,7 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
     try:
         if call.function is not None and not allow_callables:
             raise ConfigError(
-                "collective_rpc with a callable needs an ipc:// link; name a method of the worker instead"
+                "collective_rpc with a callable needs an ipc:// link or one with a key; name a method instead"
             )
         value = call_worker(worker, call.method, call.args, call.function)
         require_plain(value, f"the result of {call.method}")
@@ -155,19 +209,39 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
 
 
 class _ReplyLink:
-    """The PUSH socket to the executor. Opened, used and closed by one thread."""
+    """The PUSH socket to the executor. Opened, used and closed by one thread.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+    tells_failures: also on standard error, for whoever started this process and sees no more of it than that.
+    has_failed: whether a failure that ends the engine was sent.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        rank: int,
+        key: LinkKey | None,
+        tells_failures: bool,
+    ) -> None:
+        self.has_failed = False
         self._context = context
         self._address = address
         self._rank = rank
+        self._key = key
+        self._tells_failures = tells_failures
         self._codec: Codec[WorkerReply] = Codec(WorkerReply)
 
     def open(self) -> None:
         self._socket = open_socket(self._context, zmq.PUSH, REPLY_LINGER_MS)
-        self._socket.connect(self._address)
+        if self._key is not None:
+            self._key.present(self._socket)
+        connect(self._socket, self._address)
 
     def send(self, reply: WorkerReply) -> None:
+        if isinstance(reply, Failure) and reply.call_id is None:
+            self.has_failed = True
+            if self._tells_failures:
+                logger.error("%s", reply.message if reply.user_error else reply.traceback.rstrip())
         try:
             frames = self._codec.encode(reply)
         except TypeError as error:  # an array of a kind that does not travel: a bug of ours, but no silence

@@ -90,6 +90,20 @@ def _remove_made_directories() -> None:
 atexit.register(_remove_made_directories)
 
 
+def split_tcp(address: str) -> tuple[str, int]:
+    """Host (without the brackets of an IPv6 address) and port of "tcp://host:port"; an impossible port is -1."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port) if port.isdecimal() and int(port) < 1 << 16 else -1
+
+
+def beside(address: str, known: str) -> str:
+    """A bound tcp:// address as seen from where `known`, another one of the same process, was reached: its port there.
+    The binder may have bound a wildcard, or have a name only it understands."""
+    if not address.startswith("tcp://") or not known.startswith("tcp://"):
+        return address
+    return f"{known.rpartition(':')[0]}:{address.rpartition(':')[2]}"
+
+
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:
     """A socket that drops nothing silently. It belongs to the thread that uses it first."""
     socket = context.socket(kind)
@@ -97,6 +111,12 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, linger_ms)
     return socket
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """address: a bound one; of an IPv6 address, in brackets."""
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.connect(address)
 
 
 def _fresh_path() -> str:

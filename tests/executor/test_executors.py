@@ -22,7 +22,6 @@ from process_tools import UserScript, alive, nothing_left_behind, wait_until
 from stepahead.errors import ConfigError, WorkerError
 from stepahead.executor.base import Executor
 from stepahead.executor.registry import executor_class
-from stepahead.worker.process import identity
 from stepahead.worker.sockets import SocketDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +37,7 @@ def _nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def start(_nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr("stepahead.executor.multiproc.SHUTDOWN_GRACE", 0.5)
+    monkeypatch.setattr("stepahead.executor.remote.SHUTDOWN_GRACE", 0.5)
     started: list[Executor] = []
 
     def start(name: str = "PaperMultiproc", step_ms: float = 0.0, **settings: Any) -> Any:
@@ -111,7 +110,7 @@ def test_a_step_that_takes_too_long_is_called_hung(start: Start, name: str) -> N
 def test_the_engine_hears_of_it_while_a_step_does_not_end(
     start: Start, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepahead.executor.multiproc.SIGNAL_CHECK_MS", 20)
+    monkeypatch.setattr("stepahead.executor.remote.SIGNAL_CHECK_MS", 20)
     monkeypatch.setattr("stepahead.executor.uniproc._WAIT_SLICE", 0.02)
     executor = start(name, step_ms=60_000, step_timeout=0.3)
     heard: list[float] = []
@@ -295,13 +294,13 @@ def test_frames_that_are_no_message_harm_neither_side(start: Start, monkeypatch:
     directory = SocketDirectory(kept[0])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger, impostor = context.socket(zmq.PUSH), context.socket(zmq.DEALER)
-    impostor.setsockopt(zmq.IDENTITY, identity(0))
+    route = executor._registration.routes[0]
     stranger.connect(directory.address("replies"))
     impostor.connect(directory.address("plans"))
     for rubbish in RUBBISH:
         stranger.send_multipart(rubbish)
         impostor.send_multipart(rubbish)
-        executor._plans.send_multipart([identity(0), *rubbish])
+        executor._plans.send_multipart([route, *rubbish])
     time.sleep(0.1)
     assert [step(executor, i) for i in range(3)] == generate_alone(PROMPT, 3, (), 512)
     assert executor.collective_rpc("add", [2, 3]) == [5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ from stepahead.engine_core.messages import (
     OutputBatch,
 )
 from stepahead.errors import ConfigError
+from stepahead.executor.external import ExternalExecutor
 from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.executor.uniproc import UniProcExecutor
 from stepahead.frontend.engine_client import EngineClient
@@ -148,6 +150,19 @@ class DyingMultiproc(PaperMultiproc):
 
 class SlowMultiproc(PaperMultiproc):
     worker = "SlowWorker"
+
+
+class PaperExternal(ExternalExecutor):
+    """addresses: gets where workers are to connect, as soon as the executor waits for them."""
+
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__(config, worker_class="paper_worker:PaperWorker")
+
+    def _start_workers(self, address: str) -> None:
+        super()._start_workers(address)
+        self.addresses.put(address)
 
 
 class PaperUni(UniProcExecutor):

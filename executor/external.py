@@ -1,0 +1,146 @@
+"""Workers that somebody else starts, on this machine or others: torchrun, SLURM, Kubernetes, a person.
+
+Each runs `python -m stepahead.worker --connect ADDRESS`; the executor waits until all have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+
+from ..config import ResolvedConfig, is_loopback
+from ..errors import ConfigError, WorkerError
+from ..worker.child_process import wait_readable
+from ..worker.handshake import Hello
+from ..worker.link_key import LinkKey, admit_only, read_key_file
+from ..worker.process import WORKER_CLASS
+from ..worker.sockets import open_socket, split_tcp
+from .links import LinkWatch, bind, limit, reply_limit
+from .liveness import Heartbeats, close_all
+from .registration import Addresses
+from .remote import RemoteExecutor
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+logger = logging.getLogger(__name__)
+
+_FIRST_CALL_S = 5.0
+_CALL_AGAIN_S = 30.0
+_HELLO_LIMIT, _BEAT_LIMIT = 1 << 12, 1 << 11
+_LEAST_GRACE_S = 0.5
+_FAREWELL_MS = 2000
+"""How long the news that it is over may take on its way to workers of other machines."""
+
+
+class ExternalExecutor(RemoteExecutor):
+    """address: where workers connect, known once it is bound. key: what they must have."""
+
+    address: str
+    key: LinkKey | None
+
+    def __init__(self, config: ResolvedConfig, worker_class: str = WORKER_CLASS) -> None:
+        self._gate: ThreadAuthenticator | None = None
+        self._link_watch: LinkWatch | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._call_at = time.monotonic() + _FIRST_CALL_S
+        self._processes: list[int] = []
+        self._files: list[str] = []
+        super().__init__(config, worker_class)
+
+    def _bind(self) -> Addresses:
+        settings = self.config.settings
+        self.key = None if settings.key_file is None else read_key_file(settings.key_file)
+        health = open_socket(self._context, zmq.ROUTER)
+        links = {"plans": self._plans, "replies": self._replies, "health": health}
+        limits = {"plans": _HELLO_LIMIT, "replies": reply_limit(self.config), "health": _BEAT_LIMIT}
+        if self.key is not None:
+            self._gate = admit_only(self._context, self.key)
+        self._link_watch = LinkWatch(links, limits)
+        for name, link in links.items():
+            limit(link, limits[name])
+            if self.key is not None:
+                self.key.guard(link)
+        bound = {name: bind(link, settings.executor_address, name) for name, link in links.items()}
+        self._files = [address.removeprefix("ipc://") for address in bound.values() if address.startswith("ipc://")]
+        self._heartbeats = Heartbeats(health, settings.worker_timeout)
+        self.address = bound["plans"]
+        return Addresses(plans=bound["plans"], replies=bound["replies"], health=bound["health"])
+
+    def _start_workers(self, address: str) -> None:
+        logger.info("waiting for %d workers: %s", self._world_size, self._how_to_come())
+
+    def _wait_longer(self) -> None:
+        now = time.monotonic()
+        if now > self._call_at and self._registration is not None:
+            self._call_at = now + _CALL_AGAIN_S
+            ranks = ", ".join(map(str, self._registration.missing))
+            logger.warning("still waiting for ranks %s: %s", ranks, self._how_to_come())
+
+    def _how_to_come(self) -> str:
+        key = f" --key-file {self.config.settings.key_file}" if self.key is not None else ""
+        return f"python -m stepahead.worker --connect {self.address}{key}"
+
+    def _welcome(self, hello: Hello) -> None:
+        assert self._heartbeats is not None
+        silence, process = self._heartbeats.watch(hello)
+        self._watch_sentinel(silence, hello.rank)
+        if process is not None:
+            self._watch_sentinel(process, hello.rank)
+            self._processes.append(process)
+
+    def _rendezvous(self) -> str:
+        assert self._registration is not None
+        hellos = self._registration.hellos
+        meeting = hellos[0].rendezvous
+        if meeting is None or not meeting.startswith("tcp://"):
+            raise WorkerError(0, "did not say where the other ranks find it")
+        if is_loopback(split_tcp(meeting)[0]):
+            for hello in hellos.values():
+                if hello.host != hellos[0].host:
+                    raise ConfigError(
+                        f"rank 0 (on {hellos[0].host}) has come over loopback, where rank {hello.rank} on "
+                        f"{hello.host} cannot find it: let it connect to an address that all machines reach"
+                    )
+        return meeting
+
+    def _all_ready(self) -> None:
+        assert self._heartbeats is not None
+        self._heartbeats.all_started()
+
+    def _exit_reason(self, rank: int) -> str:
+        assert self._heartbeats is not None
+        assert self._registration is not None
+        hello = self._registration.hellos[rank]
+        where = f"(pid {hello.pid} on {hello.host})"
+        if self._heartbeats.is_silent(rank):
+            return f"was not heard of for {self.config.settings.worker_timeout:g} seconds {where}"
+        return f"is gone {where}; see its own error output"
+
+    def _end_workers(self, grace: float) -> None:
+        """They are not ours to kill: each leaves when it is told to, or hears no more of us."""
+        if self._link_watch is not None:
+            self._link_watch.stop()
+        deadline = time.monotonic() + max(grace, _LEAST_GRACE_S)
+        remaining = self._processes
+        while remaining and (left := deadline - time.monotonic()) > 0:
+            gone = wait_readable(remaining, left)
+            remaining = [process for process in remaining if process not in gone]
+        self._plans.close(linger=_FAREWELL_MS)
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+        close_all(self._sentinels)
+        self._sentinels.clear()
+        for path in self._files:  # libzmq leaves them
+            with contextlib.suppress(FileNotFoundError):  # whoever made the folder may have removed it
+                os.unlink(path)
+        if self._gate is not None:
+            self._gate.stop()
+
+    def _allows_callables(self) -> bool:
+        return self.key is not None or self.config.settings.executor_address.startswith("ipc://")

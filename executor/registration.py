@@ -1,0 +1,98 @@
+"""Which workers have come: each says who it is, and is taken or told why not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from ..config import ResolvedConfig
+from ..worker.codec import Codec
+from ..worker.handshake import PROTOCOL, Hello, Refused, Start
+from ..worker.logs import Complaints
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Of bound sockets. health: of a `liveness.Heartbeats`, where workers need it."""
+
+    plans: str
+    replies: str
+    health: str | None = None
+
+
+class _AnyHello(msgspec.Struct, frozen=True, array_like=True):
+    """What is the same in every version of the protocol."""
+
+    protocol: int
+
+
+class Registration:
+    """routes: by rank, what the ROUTER calls the worker. hellos: by rank."""
+
+    def __init__(self, config: ResolvedConfig, worker_class: str, addresses: Addresses) -> None:
+        self.routes: dict[int, bytes] = {}
+        self.hellos: dict[int, Hello] = {}
+        self._config = config
+        self._worker_class = worker_class
+        self._addresses = addresses
+        self._complaints = Complaints(logger)
+        self._codec: Codec[Start | Refused] = Codec(Start | Refused)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.routes) == self._config.settings.world_size
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self._config.settings.world_size) if rank not in self.routes]
+
+    def answer(self, route: bytes, frames: list[bytes]) -> tuple[Hello | None, list[bytes] | None]:
+        """frames: what a stranger at `route` has sent. Returns: who it is if it was taken, and the answer if it
+        deserves one."""
+        protocol = _decode(frames, _AnyHello)
+        if protocol is None:
+            self._complaints.log("dropped a message that is no worker's greeting")
+            return None, None
+        hello = _decode(frames, Hello)
+        refusal = self._refusal(protocol.protocol, hello)
+        if refusal is not None or hello is None:
+            who = "somebody" if hello is None else f"{hello.host!r}, pid {hello.pid}"
+            self._complaints.log(f"refused a worker ({who}): {refusal}")
+            return None, self._codec.encode(Refused(refusal or ""))
+        self.routes[hello.rank] = route
+        self.hellos[hello.rank] = hello
+        logger.info("rank %d has come: %s, pid %d", hello.rank, hello.host, hello.pid)
+        addresses = self._addresses
+        start = Start(self._config, hello.rank, self._worker_class, addresses.replies, addresses.health)
+        return hello, self._codec.encode(start)
+
+    def _refusal(self, protocol: int, hello: Hello | None) -> str | None:
+        world_size = self._config.settings.world_size
+        if protocol != PROTOCOL:
+            return f"it speaks version {protocol} of the protocol, not {PROTOCOL}: is it another stepahead?"
+        if hello is None:
+            return "its greeting makes no sense"
+        if hello.rank >= world_size:
+            return f"rank {hello.rank} is not among the {world_size} that are expected (0 to {world_size - 1})"
+        if hello.rank in self.hellos:
+            taken = self.hellos[hello.rank]
+            return f"rank {hello.rank} has come already (from {taken.host}, pid {taken.pid})"
+        if hello.local_rank >= max(1, hello.local_size):
+            return f"local rank {hello.local_rank} is not below the {hello.local_size} of its machine"
+        return None
+
+
+def _decode(frames: list[bytes], kind: type[T]) -> T | None:
+    if len(frames) != 1:
+        return None
+    try:
+        return msgspec.msgpack.decode(frames[0], type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,316 @@
+#!/usr/bin/env python3
+"""Runs a model over many GPUs, or many ranks on a CPU: the engine, and this machine's workers through torchrun.
+
+    scripts/launch.py --model M --tp 8 -- --prompt "The sea is"
+    scripts/launch.py --model M --tp 3 --device cpu -- --prompt "The sea is" --max-tokens 32 --json
+
+What follows `--` goes to `stepahead generate` (or to the command that it begins with); stdout is that command's. Two
+machines, one command on each; only node 0 takes what follows `--`:
+
+    stepahead keygen key      # once; copy it to the other machine
+    scripts/launch.py --model M --tp 8 --pp 2 --nnodes 2 --node-rank 0 --head 10.0.0.1:7777 --key-file key -- --prompt …
+    scripts/launch.py --model M --tp 8 --pp 2 --nnodes 2 --node-rank 1 --head 10.0.0.1:7777 --key-file key
+
+The exit status: the engine's, or that of the rank that failed first; 2 for what is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+
+_REFUSED = 2
+_LEAVE_SECONDS = 7.0
+"""What workers get to end by themselves when the engine has ended: a little more than they give themselves."""
+
+_STOP_SECONDS = 3.0
+"""The same after a signal, and for an engine whose workers have ended, which it sees at once."""
+
+_TERM_SECONDS = 8.0
+"""Between SIGTERM and SIGKILL."""
+
+_ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
+_PREFIX = re.compile(r"^@(\d+)@(.*)", re.DOTALL)
+_RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments, command = _parse(sys.argv[1:] if argv is None else argv)
+    from stepahead.errors import ConfigError
+
+    try:
+        plan = make_plan(arguments, command)
+    except ConfigError as error:
+        print(f"launch: error: {error}", file=sys.stderr)
+        return _REFUSED
+    with PrivateFolder() as folder:
+        return Launch(plan, folder).run()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """engine: the command line of `stepahead`, None on nodes other than 0. address: where workers connect, None for a
+    socket in the private folder. first_rank, local_size: this machine's ranks."""
+
+    engine: list[str] | None
+    address: str | None
+    key_file: str | None
+    first_rank: int
+    local_size: int
+
+
+def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
+    """Raises: ConfigError when the model, the machine and the wishes do not go together."""
+    from stepahead.config import check_division, parse_settings
+    from stepahead.errors import ConfigError
+    from stepahead.frontend.hub import resolve_folder
+    from stepahead.worker.model_config import read_model_config
+
+    world_size = arguments.tp * arguments.pp
+    if min(arguments.tp, arguments.pp, arguments.nnodes) < 1 or not 0 <= arguments.node_rank < arguments.nnodes:
+        raise ConfigError("--tp, --pp and --nnodes must be 1 or more, and --node-rank from 0 to below --nnodes")
+    if world_size % arguments.nnodes:
+        raise ConfigError(f"{world_size} ranks cannot be divided among --nnodes {arguments.nnodes} machines")
+    if arguments.nnodes > 1 and not re.fullmatch(r".+:[1-9]\d*", arguments.head or ""):
+        raise ConfigError(
+            "--nnodes above 1 needs --head HOST:PORT: node 0, as the others reach it, and a free port there"
+        )
+    if command and arguments.node_rank:
+        raise ConfigError(f"{command[0]!r} ...: only node 0 takes what follows `--`")
+    model = os.path.abspath(resolve_folder(arguments.model, None))
+    check_division(read_model_config(model), arguments.tp, arguments.pp)
+    local_size = world_size // arguments.nnodes
+    settings: dict[str, Any] = {
+        "executor": "external",
+        "device": _device(arguments.device, local_size),
+        "tensor_parallel_size": arguments.tp,
+        "pipeline_parallel_size": arguments.pp,
+    }
+    address = f"tcp://{arguments.head}" if arguments.head else None
+    if address is not None:
+        settings["executor_address"] = address
+    key_file = os.path.abspath(arguments.key_file) if arguments.key_file else None
+    if key_file is not None:
+        settings["key_file"] = key_file
+    parse_settings(model, settings)
+    engine = None
+    if arguments.node_rank == 0:
+        name, rest = (command[0], command[1:]) if command and command[0][:1] != "-" else ("generate", command)
+        options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
+        engine = [name, "--model", model, *options, *rest]
+    return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
+
+
+def _device(asked: str, local_size: int) -> str:
+    """Raises: ConfigError when there are fewer GPUs than this machine's ranks."""
+    from stepahead.errors import ConfigError
+
+    if asked == "cpu":
+        return asked
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < local_size and (gpus or asked == "cuda"):
+        raise ConfigError(f"{local_size} ranks on this machine, and {gpus} GPUs: take fewer, or --device cpu")
+    return "cuda" if gpus else "cpu"
+
+
+class PrivateFolder:
+    """A folder for sockets and logs that goes when this process ends, however it ends."""
+
+    def __enter__(self) -> str:
+        self.path = tempfile.mkdtemp(prefix="stepahead-launch-")
+        script = 'trap "" INT TERM HUP; cat; rm -rf -- "$1"'
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", self.path], stdin=subprocess.PIPE, start_new_session=True
+        )
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._guard.communicate()
+
+
+class Launch:
+    """The processes of this machine, from their start to the last one's end."""
+
+    def __init__(self, plan: LaunchPlan, folder: str) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._address = plan.address or f"ipc://{folder}/plans"
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._signals: list[int] = []
+        self._failed_code: int | None = None
+
+    def run(self) -> int:
+        for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(caught, lambda number, _: self._signals.append(number))
+        workers = self._start_workers()
+        reader = threading.Thread(target=self._show, args=(workers,), name="worker-output", daemon=True)
+        reader.start()
+        try:
+            if self._plan.engine is not None:
+                self._engine = self._start_engine(self._plan.engine)
+            self._until_one_ends([process for process in (self._engine, workers) if process is not None])
+        finally:
+            self._stop([process for process in (self._engine, workers) if process is not None])
+        reader.join(_STOP_SECONDS)
+        return self._code(workers)
+
+    def _start_engine(self, command: list[str]) -> subprocess.Popen[bytes]:
+        if self._plan.address is None:
+            command = [*command[:3], f"--executor-address={self._address}", *command[3:]]
+        return subprocess.Popen(
+            [sys.executable, "-c", _ENGINE, *command], start_new_session=True, preexec_fn=_die_with_us
+        )
+
+    def _start_workers(self) -> subprocess.Popen[bytes]:
+        plan = self._plan
+        torchrun = ["--standalone", "--nproc-per-node", str(plan.local_size), "--tee", "3"]
+        worker = ["--connect", self._address, "--first-rank", str(plan.first_rank)]
+        if plan.key_file is not None:
+            worker += ["--key-file", plan.key_file]
+        cores = len(os.sched_getaffinity(0))
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "@${local_rank}@",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *torchrun, "--log-dir", self._folder, "-m",
+             "stepahead.worker", *worker],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_die_with_us, env=environment, cwd=self._folder,
+        )  # fmt: skip
+
+    def _show(self, workers: subprocess.Popen[bytes]) -> None:
+        """Each rank's lines, with its name in front. What torchrun itself says about a failure is in their lines too,
+        but for the exit code."""
+        assert workers.stdout is not None
+        others: list[str] = []
+        for line in workers.stdout:
+            text = line.decode(errors="replace")
+            if ours := _PREFIX.match(text):
+                rank = self._plan.first_rank + int(ours.group(1))
+                print(f"[rank {rank}] {ours.group(2).lstrip()}", end="", file=sys.stderr, flush=True)
+                continue
+            others.append(text)
+            if self._failed_code is None and (failed := _RANK_FAILED.search(text)):
+                code, local_rank = int(failed.group(1)), int(failed.group(2))
+                self._failed_code = code if code >= 0 else 128 - code
+                rank = self._plan.first_rank + local_rank
+                how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+                print(f"launch: rank {rank} {how}", file=sys.stderr, flush=True)
+        if workers.wait() and self._failed_code is None and not self._signals:
+            print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
+
+    def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Passes signals on meanwhile; a second one is not waited for."""
+        while all(process.poll() is None for process in processes) and len(self._signals) < 2:
+            if self._signals:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(processes[0].pid, self._signals[0])
+                if _wait_any(processes, _TERM_SECONDS, lambda: len(self._signals) > 1):
+                    return
+                self._signals.append(signal.SIGTERM)
+            else:
+                time.sleep(0.05)
+
+    def _stop(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Whatever is left of them: they get time, then SIGTERM, then SIGKILL with all that they have started."""
+        import psutil
+
+        engine_ended = self._engine is not None and self._engine.poll() is not None
+        patience = _LEAVE_SECONDS if engine_ended and not self._signals else _STOP_SECONDS
+        _wait_all(processes, patience if len(self._signals) < 2 else 0)
+        family = []
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        _wait_all(processes, _TERM_SECONDS)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+
+    def _code(self, workers: subprocess.Popen[bytes]) -> int:
+        code = 0 if self._engine is None else self._engine.returncode
+        if self._signals:
+            return code if code > 0 else 128 + self._signals[0]
+        if code and self._failed_code is not None:
+            return self._failed_code
+        if code == 0:
+            code = self._failed_code or workers.returncode
+        return code if code >= 0 else 128 - code
+
+
+def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Any) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not is_enough():
+        if any(process.poll() is not None for process in processes):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _wait_all(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _die_with_us() -> None:
+    """In a child: SIGTERM when this process is killed. Linux only; elsewhere a SIGKILL of ours leaves them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a local folder, or a Hugging Face hub id")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer; default: 1")
+    parser.add_argument("--pp", type=int, default=1, help="stages that share the layers; default: 1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines; default: 1")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--head", metavar="HOST:PORT", help="node 0, as the others reach it, and a free port there")
+    parser.add_argument("--key-file", metavar="FILE", help="made by stepahead keygen; the same on all machines")
+    return parser.parse_args(argv[:split]), list(argv[split + 1 :])
+
+
+def _use_venv() -> None:
+    """The checkout's own environment, where it has one."""
+    python = VENV / "bin" / "python"
+    if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():
+        os.execv(python, [str(python), *sys.argv])
+
+
+if __name__ == "__main__":
+    _use_venv()
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""How a worker and its engine meet, whoever started the worker. Importing this loads no torch.
+
+worker                                engine
+Hello (rank, machine, …)       ───▶   checks it
+                               ◀───   Start (settings, addresses), or Refused (why): the worker then ends
+                               ◀───   Join, once every rank has come: where the ranks find each other
+Ready, on the replies' link    ───▶
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import zmq
+
+from ..config import ResolvedConfig
+from ..errors import ConfigError
+from .codec import Codec, CodecError
+from .link_key import REFUSED, LinkKey, explain_refused_link, weight_of_failure
+from .messages import Shutdown
+from .sockets import SIGNAL_CHECK_MS, connect, split_tcp
+
+PROTOCOL = 1
+"""Of all messages between executor and worker. Both ends must have the same."""
+
+_Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Name = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says first. protocol stays in its place in every version.
+
+    local_rank: which of its machine's GPUs. local_size: how many of the ranks are on its machine. host: for people.
+    machine: equal to ours when its pid means the same process here. rendezvous: rank 0's, "tcp://host:port", where
+    it listens for the other ranks.
+    """
+
+    protocol: _Small
+    rank: _Small
+    local_rank: _Small
+    local_size: _Small
+    host: _Name
+    pid: _Small
+    machine: _Name
+    rendezvous: _Name | None = None
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """worker_class: "package.module:Class". replies, health: addresses that the executor has bound; in a tcp:// one
+    only the port counts, the host is the one that the worker reached already. health: None when the executor and the
+    worker see each other's end anyhow."""
+
+    config: ResolvedConfig
+    rank: int
+    worker_class: str
+    replies: str
+    health: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Stays as it is in every version of the protocol."""
+
+    reason: str
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Every rank has come. rendezvous: torch.distributed's address, None for the only rank."""
+
+    rendezvous: str | None
+
+
+class RefusedError(ConfigError):
+    """The engine does not take this worker."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """rank: stage * tensor_parallel_size + rank within the stage. local_rank, local_size: see Hello."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+
+
+class Listener:
+    """Rank 0's end of the ranks' rendezvous: it listens before anybody is told the port, so nobody else can take it.
+
+    address: "tcp://host:port", on the address of this machine through which it reaches the engine.
+    """
+
+    def __init__(self, engine: str) -> None:
+        host = own_address(engine)
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = self._socket.getsockname()[1]
+        self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+    def detach(self) -> int:
+        """The descriptor, for whoever serves the rendezvous."""
+        return self._socket.detach()
+
+
+def own_address(engine: str) -> str:
+    """This machine's address on the way to the engine; nothing is sent. engine: "tcp://host:port" or "ipc://…".
+
+    Raises: ConfigError when the host is not known.
+    """
+    if not engine.startswith("tcp://"):
+        return "127.0.0.1"
+    host, port = split_tcp(engine)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"cannot reach {engine}: {error.strerror or error}") from error
+
+
+def machine_id() -> str:
+    """Equal in two processes when each can name the other by its pid: same boot, same pid namespace."""
+    with contextlib.suppress(OSError):  # not Linux: nobody is on the same machine then
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"unknown {os.urandom(8).hex()}"
+
+
+def register(
+    plans: zmq.Socket[bytes], address: str, place: Place, key: LinkKey | None, rendezvous: str | None
+) -> Start:
+    """Waits until the engine has answered, however long it takes to appear. Connects `plans`, a DEALER.
+
+    Raises: RefusedError.
+    """
+    hello = Hello(
+        protocol=PROTOCOL,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=socket.gethostname()[:255],
+        pid=os.getpid(),
+        machine=machine_id(),
+        rendezvous=rendezvous,
+    )
+    codec: Codec[Start | Refused] = Codec(Start | Refused)
+    if key is not None:
+        key.present(plans)
+    events = plans.get_monitor_socket()
+    try:
+        connect(plans, address)
+        plans.send(msgspec.msgpack.encode(hello))
+        poller = zmq.Poller()
+        poller.register(plans, zmq.POLLIN)
+        poller.register(events, zmq.POLLIN)
+        failures = 0
+        while True:
+            ready = dict(poller.poll(SIGNAL_CHECK_MS))
+            if plans in ready:
+                return _accepted(codec, plans.recv_multipart())
+            if events in ready:
+                failures += weight_of_failure(events)
+            if failures >= REFUSED:
+                raise RefusedError(explain_refused_link(address, key))
+    finally:
+        plans.disable_monitor()
+        events.close()
+
+
+def await_join(plans: zmq.Socket[bytes]) -> Join | None:
+    """None when the engine ends before all ranks have come."""
+    codec: Codec[Join | Shutdown] = Codec(Join | Shutdown)
+    while True:
+        if plans.poll(SIGNAL_CHECK_MS):
+            word = codec.decode(plans.recv_multipart())
+            return word if isinstance(word, Join) else None
+
+
+def _accepted(codec: Codec[Start | Refused], frames: list[bytes]) -> Start:
+    try:
+        answer = codec.decode(frames)
+    except CodecError as error:
+        raise RefusedError(f"what answers there is no engine of this version: {error}") from error
+    if isinstance(answer, Refused):
+        raise RefusedError(f"the engine refused this worker: {answer.reason}")
+    return answer
