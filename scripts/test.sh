@@ -9,4 +9,6 @@ bin=$PWD/.venv/bin
 "$bin/ruff" check .
 "$bin/lint-imports"
 "$bin/mypy" -p stepahead
-exec "$bin/pytest" "$@"
+# Two at a time, each with one computing thread: tests wait for processes more than they compute.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$bin/pytest" -n 2 --dist loadfile "$@"
