@@ -39,7 +39,7 @@ from ..engine_core.messages import (
 from ..engine_core.process import EngineStart
 from ..engine_core.stats import EngineStats
 from ..errors import ConfigError, EngineDeadError, StepaheadError
-from ..worker.child_process import ChildProcess, stop_all
+from ..worker.child_process import TERM_PATIENCE, ChildProcess, stop_all
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.sockets import SIGNAL_CHECK_MS, SocketDirectory, open_socket
 
@@ -120,8 +120,7 @@ class _Connection:
             self.info = self._handshake(self._process)
         except BaseException as error:
             if self._process is not None:
-                interrupted = not isinstance(error, Exception)
-                stop_all([self._process], 0.0, *([_INTERRUPTED_PATIENCE] if interrupted else []))
+                stop_all([self._process], 0.0, TERM_PATIENCE if isinstance(error, Exception) else _INTERRUPTED_PATIENCE)
             self._context.destroy(linger=0)
             raise
         finally:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from .request_processing import RequestProcessor
 from .tokenizer import check_tokenizer_files, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+_BREAK_OFF_SECONDS = 5.0
+"""How long an interpreter that ends waits for an import to let itself be broken off."""
 
 
 @dataclass
@@ -114,7 +118,8 @@ class _TokenizerLoad:
 
     def _break_off(self) -> None:
         raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        while self._thread.is_alive():  # what it imports may swallow one
+        deadline = time.monotonic() + _BREAK_OFF_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:  # what it imports may swallow one
             raise_in_thread(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
             self._thread.join(0.05)
 

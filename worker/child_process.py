@@ -44,6 +44,9 @@ from {__name__} import child_main
 child_main()
 """
 
+TERM_PATIENCE = 4.0
+"""Seconds that a child gets between SIGTERM and SIGKILL."""
+
 _TUNABLES = "GLIBC_TUNABLES"
 
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
@@ -129,7 +132,7 @@ def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, _TUNABLES: ":".join(filter(None, (tunables, "glibc.malloc.hugetlb=1")))}
 
 
-def stop_all(children: Sequence[ChildProcess], grace: float, patience: float = 4.0) -> None:
+def stop_all(children: Sequence[ChildProcess], grace: float, patience: float = TERM_PATIENCE) -> None:
     """Waits `grace` seconds for children told to stop, then SIGTERM, `patience` more, SIGKILL. Closes them."""
     for end_it, seconds in ((None, grace), (ChildProcess.terminate, patience), (ChildProcess.kill, 5.0)):
         deadline = time.monotonic() + seconds

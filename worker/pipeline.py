@@ -46,7 +46,7 @@ from .parallel import PipelineStage, Transfer
 
 @dataclass
 class SampledElsewhere:
-    """A step whose tokens the last stage samples. number: of the step, counted here. rows: int32 [n], its slots;
+    """A step whose tokens the last stage samples. number: of the step, counted here. slots: int32 [n], of its rows;
     num_sampled: int32 [n]. transfer: set by launched work."""
 
     number: int

@@ -27,8 +27,6 @@ SOON = 5.0
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Collectives under its dispatch mode make torch create an (empty) cache folder of its own.
-    monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")
     with nothing_left_behind(monkeypatch):
         yield
 

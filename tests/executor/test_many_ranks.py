@@ -58,8 +58,6 @@ def test_many_ranks_give_the_tokens_of_one(
 ) -> None:  # fmt: skip
     folder = make_tiny_model(architecture, tmp_path, **fields)
     alone = tokens(folder, executor="uni")
-    # Collectives under its dispatch mode make torch create an (empty) cache folder of its own.
-    monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")
     with nothing_left_behind(monkeypatch):
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
         assert tokens(folder, async_scheduling=async_scheduling, **sizes) == alone

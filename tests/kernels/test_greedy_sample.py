@@ -35,3 +35,13 @@ def test_the_first_of_equal_maxima_is_taken(sample, low):
 
 def test_rows_of_any_length_and_type_are_taken():
     assert greedy_sample(torch.eye(7, dtype=torch.float16)).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 16), slice(300, 301), slice(512, 528)])
+def test_rows_with_nan_give_some_token(sample, rows):
+    logits = torch.randn(3, 528)
+    logits[1, rows] = torch.nan
+    tokens = sample(logits)
+    assert tokens[0] == logits[0].argmax()
+    assert 0 <= tokens[1] < 528
+    assert tokens[2] == logits[2].argmax()
