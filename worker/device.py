@@ -77,8 +77,8 @@ class Device(ABC):
 
     @abstractmethod
     def run(self, work: Callable[[], T]) -> T:
-        """`work` is done where launched work is, after all of it, and what it returns is returned (CUDA: its kernels may
-        still run, on the compute stream). For start-up: waits. Raises: what it raises; later work is not affected."""
+        """`work` is done where launched work is, after all of it, and what it returns is returned (CUDA: its kernels
+        may still run, on the compute stream). For start-up: waits. Raises: what it raises; later work goes on."""
 
     @abstractmethod
     def record(self) -> Event:
