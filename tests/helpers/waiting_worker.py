@@ -22,8 +22,8 @@ class WaitingLM(HashLM):
 
 class WaitingWorker(Worker):
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
-        self._model.__class__ = WaitingLM
         super().initialize_cache(num_blocks, max_model_len)
+        self._model.__class__ = WaitingLM  # after the start's own steps, which are watched too
 
 
 class Multiproc(MultiprocExecutor):

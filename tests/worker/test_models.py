@@ -139,7 +139,7 @@ def test_reduced_precision_stays_near_float32(tmp_path: Path, dtype: str) -> Non
     (expected,) = PagedRun(load(folder)).step([prompt])
     model = load(folder, dtype=dtype)
     (logits,) = PagedRun(model).step([prompt])
-    assert logits.dtype == torch.float32
+    assert logits.dtype == getattr(torch, dtype)
     assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()
     keys, _ = model.allocate_kv_cache(1, 4)[0]
     assert keys.dtype == getattr(torch, dtype)
