@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -123,6 +124,8 @@ class _Cluster:
     def join(self) -> None:
         """Raises: ConfigError."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+        if self.is_ours:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray leaves one where others can read it
         try:
             import ray
         except ImportError as error:
@@ -133,6 +136,7 @@ class _Cluster:
         if self.is_ours:
             options = {
                 "address": "local",
+                "_node_ip_address": "127.0.0.1",
                 "num_cpus": self._settings.world_size,
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "include_dashboard": False,
