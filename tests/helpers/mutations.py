@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -69,7 +69,7 @@ KINDS: dict[str, list[Any]] = {
 
 _ODD: list[Any] = [
     None, True, -1, 0, 1, 2**31, -(2**63), 2**63 - 1, 2**64 - 1, 0.5, float("nan"), float("-inf"), "", "é" * 300, b"",
-    [], {}, [[[[]]]], {"a": {}}, [2**31] * 4, "<i8", "|O",
+    [], {}, [[[[]]]], {"a": {}}, [2**31] * 4, "<i8", "<f4", "|u1", "|O", [0], [1], [1, 1], [2],
 ]  # fmt: skip
 
 
@@ -80,6 +80,27 @@ def mutate(kind: str, seed: int) -> list[bytes]:
     for _ in range(chance.randint(1, 3)):
         frames = chance.choice(_WAYS)(frames, chance)
     return frames
+
+
+def one_odd_value(kind: str) -> Iterator[list[bytes]]:
+    """Frames of every message in which one value, anywhere in the tree, is another one."""
+    for message in KINDS[kind]:
+        head, *arrays = Codec(Any).encode(message)
+        tree = [msgspec.msgpack.decode(head)]
+        for place, key in list(_places(tree)):
+            true = place[key]
+            for odd in _ODD:
+                place[key] = odd
+                yield [msgspec.msgpack.encode(tree[0]), *arrays]
+            place[key] = true
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    keys = node if isinstance(node, dict) else range(len(node))
+    for key in keys:
+        yield node, key
+        if isinstance(node[key], (list, dict)):
+            yield from _places(node[key])
 
 
 def _change_a_value(frames: list[bytes], chance: random.Random) -> list[bytes]:

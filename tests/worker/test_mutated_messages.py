@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mutations import KINDS, mutate
+from mutations import KINDS, mutate, one_odd_value
 from paper_device import paper_config
 from paper_worker import PaperWorker
 from stepahead.engine_core.messages import ClientMessage, EngineMessage
@@ -112,8 +113,7 @@ def test_a_worker_goes_on_answering_whatever_comes_over_its_link() -> None:
     replies: Any = Replies()
     thread = threading.Thread(target=serve, args=(worker, 0, plans, replies, False))
     thread.start()
-    for seed in range(400):
-        frames = mutate("worker plans", seed)
+    for frames in itertools.chain(one_odd_value("worker plans"), (mutate("worker plans", n) for n in range(400))):
         try:
             ends = isinstance(codec.decode(frames), Shutdown)
         except CodecError:
