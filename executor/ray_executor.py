@@ -125,6 +125,7 @@ class _Cluster:
         """Raises: ConfigError."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
         if self.is_ours:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray leaves one where others can read it
         try:
             import ray
