@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig, check_division
 
-EXECUTORS = ("mp", "uni", "external")
+EXECUTORS = ("mp", "uni", "external", "ray")
 DTYPES = ("auto", *CHECKPOINT_DTYPES)
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -44,7 +44,7 @@ HELP = {
     "scheduling_policy": "fcfs, or priority: a lower number first, then by arrival",
     "async_scheduling": "plan a step before the previous one has returned; by itself on where it can be",
     "executor": "mp: a worker process per device; uni: the worker inside the engine core; external: workers that "
-    "others start, with python -m stepahead.worker; or package.module:Class",
+    "others start, with python -m stepahead.worker; ray: workers that Ray starts; or package.module:Class",
     "executor_address": "where external workers connect: tcp://HOST:PORT (* for every network, port 0 for a free one), "
     "or ipc://FILE in a folder of yours alone",
     "key_file": "of external workers' links, made by stepahead keygen; needed beyond this machine",
@@ -191,7 +191,8 @@ def _check_links(config: EngineConfig) -> None:
     if not address.startswith("ipc://"):
         if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
             raise ConfigError(f"executor_address={address!r}: must be tcp://HOST:PORT or ipc://FILE")
-        if config.key_file is None and not is_loopback(host.removeprefix("[").removesuffix("]")):
+        has_key = config.key_file is not None or config.executor == "ray"  # which makes one for itself
+        if not has_key and not is_loopback(host.removeprefix("[").removesuffix("]")):
             raise ConfigError(
                 f"executor_address={address!r} can be reached from other machines and needs a key_file: "
                 "`stepahead keygen FILE` makes one"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..worker.messages import Logprobs, SamplingOptions
+from ..worker.messages import Int64, Logprobs, SamplingOptions
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,11 +18,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     salts never share cached KV.
     """
 
-    request_id: int
+    request_id: Int64
     prompt: np.ndarray
     options: SamplingOptions
-    max_tokens: int
-    priority: int = 0
+    max_tokens: Int64
+    priority: Int64 = 0
     cache_salt: str = ""
 
 

@@ -371,6 +371,8 @@ class Scheduler:
         """Why the request can never run; empty when it can."""
         if message.request_id in self._by_id:
             return f"request id {message.request_id} is already running"
+        if message.prompt.ndim != 1 or message.prompt.dtype.kind != "i":
+            return f"the prompt must be one row of token ids, not {message.prompt.shape} of {message.prompt.dtype}"
         if not len(message.prompt):
             return "the prompt is empty"
         if len(message.prompt) >= self.limits.max_model_len:

@@ -55,7 +55,7 @@ class ExternalExecutor(RemoteExecutor):
 
     def _bind(self) -> Addresses:
         settings = self.config.settings
-        self.key = None if settings.key_file is None else read_key_file(settings.key_file)
+        self.key = self._link_key()
         health = open_socket(self._context, zmq.ROUTER)
         links = {"plans": self._plans, "replies": self._replies, "health": health}
         limits = {"plans": _HELLO_LIMIT, "replies": reply_limit(self.config), "health": _BEAT_LIMIT}
@@ -66,11 +66,18 @@ class ExternalExecutor(RemoteExecutor):
             limit(link, limits[name])
             if self.key is not None:
                 self.key.guard(link)
-        bound = {name: bind(link, settings.executor_address, name) for name, link in links.items()}
+        bound = {name: bind(link, self._where_to_listen(), name) for name, link in links.items()}
         self._files = [address.removeprefix("ipc://") for address in bound.values() if address.startswith("ipc://")]
         self._heartbeats = Heartbeats(health, settings.worker_timeout)
         self.address = bound["plans"]
         return Addresses(plans=bound["plans"], replies=bound["replies"], health=bound["health"])
+
+    def _link_key(self) -> LinkKey | None:
+        key_file = self.config.settings.key_file
+        return None if key_file is None else read_key_file(key_file)
+
+    def _where_to_listen(self) -> str:
+        return self.config.settings.executor_address
 
     def _start_workers(self, address: str) -> None:
         logger.info("waiting for %d workers: %s", self._world_size, self._how_to_come())

@@ -10,6 +10,7 @@ from .base import Executor
 _HOME = {
     "external": ".external:ExternalExecutor",
     "mp": ".multiproc:MultiprocExecutor",
+    "ray": ".ray_executor:RayExecutor",
     "uni": ".uniproc:UniProcExecutor",
 }
 

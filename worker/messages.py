@@ -5,10 +5,15 @@ Arrays are numpy, little-endian; `codec.py` says how they travel. n is the numbe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""What fits into the arrays that hold it: a message with another value is refused where it arrives."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -21,21 +26,21 @@ class SamplingOptions(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     sampled token, None for none; prompt_logprobs likewise for each prompt token.
     """
 
-    seed: int
+    seed: Int64
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: Count = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    min_tokens: int = 0
-    stop_token_ids: list[int] = []
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[list[int]] = []
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: Count = 0
+    stop_token_ids: list[TokenId] = []
+    logit_bias: dict[TokenId, float] = {}
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[list[TokenId]] = []
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -12,9 +14,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import zmq
 
+from mutations import mutate, one_odd_value
 from noisy_engine import RUBBISH
 from paper_device import generate_alone, paper_config
 from paper_worker import request
@@ -33,7 +37,7 @@ from stepahead.engine_core.messages import (
 )
 from stepahead.engine_core.process import EngineStart, InboxItem, run_busy_loop
 from stepahead.worker.child_process import ChildProcess, stop_all
-from stepahead.worker.codec import Codec
+from stepahead.worker.codec import Codec, CodecError
 from stepahead.worker.sockets import SocketDirectory, open_socket
 
 pytestmark = pytest.mark.timeout(60)
@@ -287,3 +291,30 @@ def test_an_idle_loop_tells_the_engine_so_before_it_sleeps() -> None:
     inbox.put(request(1))
     run_busy_loop(Engine(steps=2), inbox, lambda _: inbox.put(Stop()))  # type: ignore[arg-type]
     assert idle == [0, 3]
+
+
+def test_whatever_comes_from_the_client_the_engine_goes_on_answering(links: list[Link]) -> None:
+    links.append(link := Link("PaperUni", num_kv_blocks=64))
+    assert isinstance(link.receive(), EngineInfo)
+    before = psutil.Process(link.process.pid).memory_info().rss
+    decoder: Codec[ClientMessage] = Codec(ClientMessage)
+    for frames in itertools.chain(one_odd_value("client inputs"), (mutate("client inputs", n) for n in range(400))):
+        with contextlib.suppress(CodecError):  # what the engine will say too
+            if isinstance(decoder.decode(frames), Stop):
+                continue
+        link.inputs.send_multipart(frames)
+    link.send(request(77, prompt=[9, 8, 7], max_tokens=5))
+    link.send(UtilityCall(4242, "stats"))
+    tokens: list[int] = []
+    finished = answered = False
+    while not (finished and answered):
+        message = link.receive()
+        assert isinstance(message, (OutputBatch, UtilityReply)), message
+        if isinstance(message, UtilityReply):
+            answered |= message.call_id == 4242
+            continue
+        places = np.repeat(message.request_ids, message.counts)
+        tokens += message.tokens[places == 77].tolist()
+        finished |= any(end.request_id == 77 for end in message.finished)
+    assert tokens == generate_alone([9, 8, 7], 5, (), 512)
+    assert psutil.Process(link.process.pid).memory_info().rss - before < 32 << 20

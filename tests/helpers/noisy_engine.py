@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import zmq
 
+from mutations import one_odd_value
 from stepahead.engine_core.messages import EngineInfo, EngineMessage, FinishedRequest, OutputBatch
 from stepahead.engine_core.process import EngineStart
-from stepahead.worker.codec import Codec
+from stepahead.worker.codec import Codec, CodecError
 
 RUBBISH = (
     [b""],
@@ -43,6 +44,11 @@ def main(message: bytes) -> int:
         async_reason="",
     )
     ids, counts, tokens = np.array([7]), np.array([3], np.int32), np.array([1, 2, 3], np.int32)
+    for frames in one_odd_value("client outputs"):
+        try:
+            codec.decode(frames)
+        except CodecError:
+            outputs.send_multipart(frames)
     for real in (info, OutputBatch(ids, counts, tokens, [FinishedRequest(7, "length")])):
         for rubbish in RUBBISH:
             outputs.send_multipart(rubbish)
