@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, StepaheadError
 from . import standard_streams
+from .addresses import check_engine
 from .child_process import with_huge_pages
 from .handshake import Listener, Place
 from .link_key import read_key_file
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: the engine sees it
     try:
         key = None if arguments.key_file is None else read_key_file(arguments.key_file)
+        check_engine(arguments.connect, key is not None)
         place = find_place(arguments, os.environ)
         return run_worker(arguments.connect, place, key, Listener(arguments.connect) if place.rank == 0 else None)
     except StepaheadError as error:

@@ -12,6 +12,7 @@ import pytest
 import stepahead
 from stepahead.errors import ConfigError
 from stepahead.worker.__main__ import _parse, find_place
+from stepahead.worker.addresses import check_engine
 from stepahead.worker.handshake import Listener, Place
 from stepahead.worker.sockets import beside
 
@@ -60,6 +61,29 @@ def test_errors_of_the_users_are_one_line_and_status_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("stepahead worker: error: key_file=")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://10.0.0.1:7777", "an engine on another machine must prove itself: give its key file with --key-file"),
+        ("tcp://head:7777", "an engine on another machine must prove itself"),
+        ("ipc://{open}/plans", "the folder .* must be yours alone: chmod 700 it"),
+        ("ipc://{open}/none/plans", "none: No such file or directory"),
+        ("head:7777", "must be tcp://HOST:PORT or ipc://FILE"),
+    ],
+)
+def test_a_worker_does_not_ask_whom_it_cannot_trust_what_to_run(address: str, message: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=message):
+        check_engine(address.format(open=tmp_path), has_key=False)
+
+
+def test_a_worker_trusts_a_key_its_own_machine_and_its_users_own_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    check_engine("tcp://10.0.0.1:7777", has_key=True)
+    for address in ("tcp://127.0.0.1:7777", "tcp://localhost:1", "tcp://[::1]:1", f"ipc://{tmp_path}/plans"):
+        check_engine(address, has_key=False)
 
 
 def test_rank_0_listens_where_it_reaches_the_engine_before_it_says_so() -> None:
