@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 import stepahead
 from process_tools import alive, nothing_left_behind, wait_until
+from stepahead.worker.link_key import write_key_file
 from tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(110)
@@ -106,6 +108,24 @@ def test_a_killed_rank_ends_all_with_its_exit_code(model: str) -> None:
     _, errors = launched.communicate(timeout=60)
     assert launched.returncode == 128 + signal.SIGKILL, errors
     assert "was killed by SIGKILL" in errors
+
+
+@pytest.mark.usefixtures("clean")
+def test_no_rank_outlives_a_killed_torchrun_where_no_engine_is(model: str) -> None:
+    key = str(Path(os.environ["TMPDIR"]) / "key")
+    write_key_file(key)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # an engine that never answers: the ranks wait for it
+        head = f"127.0.0.1:{nobody.getsockname()[1]}"
+        two = ["--nnodes", "2", "--node-rank", "1", "--head", head, "--key-file", key]
+        launched = launch(model, "--tp", "3", "--pp", "2", *two)
+        ranks = workers_of(launched, 3)
+        time.sleep(0.5)  # the script looks for them a few times a second
+        os.kill(psutil.Process(ranks[0]).ppid(), signal.SIGKILL)
+        launched.communicate(timeout=60)
+    assert launched.returncode == 128 + signal.SIGKILL
+    assert not alive(ranks)
+    os.unlink(key)
 
 
 @pytest.mark.usefixtures("clean")
