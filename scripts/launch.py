@@ -106,7 +106,7 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
     }
     address = f"tcp://{arguments.head}" if arguments.head else None
     if address is not None:
-        settings["executor_address"] = address
+        settings["executor_address"] = address if arguments.nnodes == 1 else _everywhere(arguments.head)
     key_file = os.path.abspath(arguments.key_file) if arguments.key_file else None
     if key_file is not None:
         settings["key_file"] = key_file
@@ -117,6 +117,12 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
         engine = [name, "--model", model, *options, *rest]
     return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
+
+
+def _everywhere(head: str) -> str:
+    """Where the engine listens: the name by which others reach node 0 may mean something else there, or be no address
+    of its own at all."""
+    return f"tcp://{'[::]' if head.startswith('[') else '*'}:{head.rpartition(':')[2]}"
 
 
 def _device(asked: str, local_size: int) -> str:

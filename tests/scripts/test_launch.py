@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -99,6 +100,24 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_started(
     assert message in errors
     assert errors.count("\n") == 1
     assert output == ""
+
+
+@pytest.mark.parametrize(
+    ("head", "bound"), [("10.0.0.1:5", "tcp://*:5"), ("node-0:77", "tcp://*:77"), ("[fd00::1]:5", "tcp://[::]:5")]
+)
+def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_were_given(
+    model: str, tmp_path: Path, head: str, bound: str
+) -> None:
+    write_key_file(tmp_path / "key")
+    spec = importlib.util.spec_from_file_location("launch_script", ROOT / "scripts" / "launch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
+    plan = script.make_plan(*script._parse(["--model", model, *two]))
+    assert f"--executor-address={bound}" in plan.engine
+    assert plan.address == f"tcp://{head}"
 
 
 @pytest.mark.usefixtures("clean")
