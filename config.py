@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import ipaddress
 import os
 from typing import Any
 
 import msgspec
 
 from .errors import ConfigError
+from .worker.addresses import is_loopback, tcp_host
 from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig, check_division
 
@@ -142,13 +141,6 @@ def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def is_loopback(host: str) -> bool:
-    """Of an address or name without brackets: whether only this machine can reach it."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: bool) -> ResolvedConfig:
     """Raises: ConfigError."""
     asked = config.max_model_len
@@ -187,16 +179,13 @@ def resolve_async_scheduling(config: EngineConfig, executor_supports: bool) -> t
 def _check_links(config: EngineConfig) -> None:
     """Nothing is bound where strangers could connect."""
     address = config.executor_address
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("ipc://"):
-        if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
-            raise ConfigError(f"executor_address={address!r}: must be tcp://HOST:PORT or ipc://FILE")
-        has_key = config.key_file is not None or config.executor == "ray"  # which makes one for itself
-        if not has_key and not is_loopback(host.removeprefix("[").removesuffix("]")):
-            raise ConfigError(
-                f"executor_address={address!r} can be reached from other machines and needs a key_file: "
-                "`stepahead keygen FILE` makes one"
-            )
+    host = tcp_host(address, "executor_address")
+    has_key = config.key_file is not None or config.executor == "ray"  # which makes one for itself
+    if host is not None and not is_loopback(host) and not has_key:
+        raise ConfigError(
+            f"executor_address={address!r} can be reached from other machines and needs a key_file: "
+            "`stepahead keygen FILE` makes one"
+        )
     if config.key_file is not None:
         from .worker.link_key import read_key_file
 

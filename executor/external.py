@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from ..config import ResolvedConfig, is_loopback
+from ..config import ResolvedConfig
 from ..errors import ConfigError, WorkerError
+from ..worker.addresses import is_loopback, split_tcp
 from ..worker.child_process import wait_readable
 from ..worker.handshake import Hello
 from ..worker.link_key import LinkKey, admit_only, read_key_file
 from ..worker.process import WORKER_CLASS
-from ..worker.sockets import open_socket, split_tcp
+from ..worker.sockets import open_socket
 from .links import LinkWatch, bind, limit, reply_limit
 from .liveness import Heartbeats, close_all
 from .registration import Addresses

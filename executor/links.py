@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import stat
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +13,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError
+from ..worker.addresses import check_private, split_tcp
 from ..worker.logs import Complaints
-from ..worker.sockets import split_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:
     """address: the setting executor_address; `name` other than "plans" gets an address beside it. Returns: the bound
     address. Raises: ConfigError."""
     if address.startswith("ipc://"):
-        _check_private(address)
+        check_private(address, "executor_address")
         wanted = address if name == "plans" else f"{address}-{name}"
     else:
         host, port = split_tcp(address)
@@ -60,16 +59,6 @@ def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:
     except zmq.ZMQError as error:
         raise ConfigError(f"executor_address={address!r} cannot be bound: {error}") from error
     return link.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
-
-
-def _check_private(address: str) -> None:
-    folder = os.path.dirname(address.removeprefix("ipc://")) or "."
-    try:
-        status = os.stat(folder)
-    except OSError as error:
-        raise ConfigError(f"executor_address={address!r}: {folder}: {error.strerror}") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"executor_address={address!r}: the folder {folder} must be yours alone: chmod 700 it")
 
 
 def _numeric(host: str, address: str) -> str:

@@ -64,7 +64,7 @@ class Registration:
         refusal = self._refusal(protocol.protocol, hello)
         if refusal is not None or hello is None:
             who = "somebody" if hello is None else f"{hello.host!r}, pid {hello.pid}"
-            self._complaints.log(f"refused a worker ({who}): {refusal}")
+            self._complaints.log(f"refused a worker ({who}): {refusal}", "refused")
             return None, self._codec.encode(Refused(refusal or ""))
         self.routes[hello.rank] = route
         self.hellos[hello.rank] = hello

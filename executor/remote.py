@@ -54,6 +54,11 @@ _CAUSE_SECONDS = 2.0
 _LAST_WORDS_MS = 300
 """How long after a worker's death its own account of it may still arrive."""
 
+_MOST_LAST_WORDS_S = 2.0
+"""How long the other ranks may go on talking meanwhile."""
+
+_MOST_REPLIES = 1000
+
 
 class RemoteExecutor(Executor):
     """worker_class: "package.module:Class", with the methods of `worker.Worker`."""
@@ -237,13 +242,14 @@ class RemoteExecutor(Executor):
         return True
 
     def _receive(self, timeout_ms: int = 0) -> None:
-        """Takes every reply that is here, after waiting for one, or for a worker's end, for `timeout_ms` at most."""
-        if self._closed or self._take_replies():
+        """Takes the replies that are here, after waiting for one, or for a worker's end, for `timeout_ms` at most."""
+        taken = 0 if self._closed else self._take_replies()
+        if self._closed or 0 < taken < _MOST_REPLIES:
             return
-        events = dict(self._poller.poll(timeout_ms))
+        events = dict(self._poller.poll(0 if taken else timeout_ms))
         if events.pop(self._plans, 0):
             self._take_greeting()
-        if events.pop(self._replies, 0):
+        if events.pop(self._replies, 0) and not taken:
             self._take_replies()
         elif events and self._failure is None:
             self._bury([sentinel for sentinel in self._sentinels if sentinel in events])
@@ -258,14 +264,15 @@ class RemoteExecutor(Executor):
         if hello is not None:
             self._welcome(hello)
 
-    def _take_replies(self) -> bool:
-        taken = False
-        while self._replies.poll(0):
-            taken = True
+    def _take_replies(self) -> int:
+        """Returns: how many, _MOST_REPLIES at most: whoever floods us with them does not hide what else happens."""
+        taken = 0
+        while taken < _MOST_REPLIES and self._replies.poll(0):
+            taken += 1
             try:
                 self._take(self._reply_codec.decode(self._replies.recv_multipart()))
             except CodecError as error:
-                self._complaints.log(f"dropped a message: {error}")
+                self._complaints.log(f"dropped a message: {error}", "no message")
         return taken
 
     def _take(self, reply: WorkerReply) -> None:
@@ -277,7 +284,7 @@ class RemoteExecutor(Executor):
         elif isinstance(reply, Ready):
             self._take_ready(reply.info)
         elif not 0 <= reply.rank < self._world_size:
-            self._complaints.log(f"dropped a reply of rank {reply.rank}: there is no such rank")
+            self._complaints.log(f"dropped a reply of rank {reply.rank}: there is no such rank", "no rank")
         elif isinstance(reply, CallReply):
             if reply.call_id == self._call_id:
                 self._call_values[reply.rank] = reply.value
@@ -293,12 +300,13 @@ class RemoteExecutor(Executor):
         if self._registration is not None and info.rank in self._registration.routes:
             self._infos.setdefault(info.rank, info)
         else:
-            self._complaints.log(f"dropped a reply of rank {info.rank}: it has not come")
+            self._complaints.log(f"dropped a reply of rank {info.rank}: it has not come", "not come")
 
     def _bury(self, sentinels: list[int]) -> None:
         """Last words, if they still arrive, say more than an exit code; and a rank that went because it had lost
         another one says less than that one."""
-        while self._failure is None and self._replies.poll(_LAST_WORDS_MS):
+        deadline = time.monotonic() + _MOST_LAST_WORDS_S
+        while self._failure is None and time.monotonic() < deadline and self._replies.poll(_LAST_WORDS_MS):
             self._take_replies()
         for sentinel in sentinels:
             self._poller.unregister(sentinel)

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
     }
     address = f"tcp://{arguments.head}" if arguments.head else None
     if address is not None:
-        settings["executor_address"] = address
+        settings["executor_address"] = address if arguments.nnodes == 1 else _everywhere(arguments.head)
     key_file = os.path.abspath(arguments.key_file) if arguments.key_file else None
     if key_file is not None:
         settings["key_file"] = key_file
@@ -117,6 +117,12 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
         engine = [name, "--model", model, *options, *rest]
     return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
+
+
+def _everywhere(head: str) -> str:
+    """Where the engine listens: the name by which others reach node 0 may mean something else there, or be no address
+    of its own at all."""
+    return f"tcp://{'[::]' if head.startswith('[') else '*'}:{head.rpartition(':')[2]}"
 
 
 def _device(asked: str, local_size: int) -> str:
@@ -159,6 +165,7 @@ class Launch:
         self._engine: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
         self._failed_code: int | None = None
+        self._ranks: set[Any] = set()
 
     def run(self) -> int:
         for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -169,7 +176,7 @@ class Launch:
         try:
             if self._plan.engine is not None:
                 self._engine = self._start_engine(self._plan.engine)
-            self._until_one_ends([process for process in (self._engine, workers) if process is not None])
+            self._until_one_ends(workers, [process for process in (self._engine, workers) if process is not None])
         finally:
             self._stop([process for process in (self._engine, workers) if process is not None])
         reader.join(_STOP_SECONDS)
@@ -223,9 +230,18 @@ class Launch:
         if workers.wait() and self._failed_code is None and not self._signals:
             print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
 
-    def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
+    def _note_ranks(self, torchrun: subprocess.Popen[bytes]) -> None:
+        """While it lives: when it has been killed, nobody can tell any more which processes were its ranks."""
+        import psutil
+
+        if len(self._ranks) < self._plan.local_size:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                self._ranks.update(psutil.Process(torchrun.pid).children())
+
+    def _until_one_ends(self, torchrun: subprocess.Popen[bytes], processes: list[subprocess.Popen[bytes]]) -> None:
         """Passes signals on meanwhile; a second one is not waited for."""
         while all(process.poll() is None for process in processes) and len(self._signals) < 2:
+            self._note_ranks(torchrun)
             if self._signals:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(processes[0].pid, self._signals[0])
@@ -242,7 +258,7 @@ class Launch:
         engine_ended = self._engine is not None and self._engine.poll() is not None
         patience = _LEAVE_SECONDS if engine_ended and not self._signals else _STOP_SECONDS
         _wait_all(processes, patience if len(self._signals) < 2 else 0)
-        family = []
+        family = list(self._ranks)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 family += [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
@@ -269,7 +285,7 @@ class Launch:
         return code if code >= 0 else 128 - code
 
 
-def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Any) -> bool:
+def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not is_enough():
         if any(process.poll() is not None for process in processes):

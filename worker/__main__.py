@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, StepaheadError
 from . import standard_streams
+from .addresses import check_engine
 from .child_process import with_huge_pages
 from .handshake import Listener, Place
 from .link_key import read_key_file
@@ -23,10 +24,11 @@ from .process import run_worker
 _USER_ERROR = 2
 
 _LAUNCHERS = (
-    ("torchrun", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("torchrun", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),
+    ("SLURM", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
 )
-"""Variables of the rank, the rank on this machine, and how many ranks it has (SLURM: "4(x2),3")."""
+"""Variables of the rank, the rank on this machine, and how many ranks it has; SLURM lists that for all machines, so
+one more says which of them this is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: the engine sees it
     try:
         key = None if arguments.key_file is None else read_key_file(arguments.key_file)
+        check_engine(arguments.connect, key is not None)
         place = find_place(arguments, os.environ)
         return run_worker(arguments.connect, place, key, Listener(arguments.connect) if place.rank == 0 else None)
     except StepaheadError as error:
@@ -49,8 +52,8 @@ def find_place(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     rank, local_rank, local_size = arguments.rank, arguments.local_rank, arguments.local_size
     for _, *variables in _LAUNCHERS:
         if variables[0] in environment and rank is None:
-            found = [_number(name, environment.get(name)) for name in variables]
-            rank, near, size = found
+            rank, near = (_number(name, environment.get(name)) for name in variables[:2])
+            size = _size_here(*variables[2:], environment)
             local_rank = near if local_rank is None else local_rank
             local_size = size if local_size is None else local_size
             if arguments.first_rank is not None and near is not None:
@@ -68,10 +71,26 @@ def find_place(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
 def _number(name: str, text: str | None) -> int | None:
     if text is None:
         return None
-    match = re.match(r"\d+", text)
-    if match is None:
+    if not re.fullmatch(r"\d{1,9}", text):
         raise ConfigError(f"{name}={text!r}: must be a number")
-    return int(match.group())
+    return int(text)
+
+
+def _size_here(name: str, node_name: str, environment: Mapping[str, str]) -> int | None:
+    """How many ranks this machine has: "4", or of a list for all machines, "4(x2),3" for [4, 4, 3], its own."""
+    text = environment.get(name)
+    if text is None:
+        return None
+    node = _number(node_name, environment.get(node_name)) or 0
+    first = 0
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
+        if match is None:
+            raise ConfigError(f"{name}={text!r}: must be a number, or a list like 4(x2),3")
+        first += int(match.group(2) or 1)
+        if node < first:
+            return int(match.group(1))
+    raise ConfigError(f"{name}={text!r} says nothing of this machine, {node_name}={node}")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

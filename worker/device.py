@@ -121,7 +121,7 @@ def open_device(kind: str, index: int = 0) -> Device:
     if not torch.cuda.is_available():
         raise ConfigError(f"device={kind!r}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"rank {index} needs a GPU of its own: this machine has {torch.cuda.device_count()}")
+        raise ConfigError(f"local rank {index} needs a GPU of its own: this machine has {torch.cuda.device_count()}")
     from .device_cuda import CudaDevice
 
     return CudaDevice(index)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ..config import ResolvedConfig
 from ..errors import PeerLostError
+from .addresses import split_tcp
 from .handshake import own_address
 from .messages import Rendezvous
 from .parallel import Link, ParallelGroup, PipelineStage, Ranks
-from .sockets import split_tcp
 
 JOIN_TIMEOUT = 300.0
 """Seconds that the other ranks may take to come, and a collective may take at least."""

@@ -21,10 +21,11 @@ import zmq
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError
+from .addresses import split_tcp
 from .codec import Codec, CodecError
 from .link_key import REFUSED, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
-from .sockets import SIGNAL_CHECK_MS, connect, split_tcp
+from .sockets import SIGNAL_CHECK_MS, connect
 
 PROTOCOL = 1
 """Of all messages between executor and worker. Both ends must have the same."""

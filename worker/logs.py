@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SILENCE_S = 10.0
-_MOST_TEXTS = 100
 
 
 def log_to_stderr(process_name: str, level: str) -> None:
@@ -19,18 +18,18 @@ def log_to_stderr(process_name: str, level: str) -> None:
 
 
 class Complaints:
-    """Warnings about strangers, who may come back many times a second: one line each for what differs."""
+    """Warnings about strangers, who may come back many times a second: one line each ten seconds of a kind."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._last: dict[str, float] = {}
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, kind: str | None = None) -> None:
+        """kind: one of a few, needed where the text has words of the stranger's own in it; else the text is it."""
+        kind = text if kind is None else kind
         now = time.monotonic()
-        if now - self._last.get(text, -math.inf) > _SILENCE_S:
-            if len(self._last) >= _MOST_TEXTS:
-                self._last.clear()
-            self._last[text] = now
+        if now - self._last.get(kind, -math.inf) > _SILENCE_S:
+            self._last[kind] = now
             self._logger.warning("%s", text)
 
 

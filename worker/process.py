@@ -103,6 +103,7 @@ def _run(
         link.open()
         link.send(failure(start.rank, error))
         link.close()
+        end.begin()
         return 1
     replies = WorkerAsyncOutputCopy(
         link.send,

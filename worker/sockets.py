@@ -18,6 +18,8 @@ import threading
 
 import zmq
 
+from .addresses import split_tcp
+
 SIGNAL_CHECK_MS = 1000
 """Longest single wait of a main thread. Python runs signal handlers between waits, and a signal that arrives just
 before a wait begins does not interrupt it."""
@@ -90,18 +92,12 @@ def _remove_made_directories() -> None:
 atexit.register(_remove_made_directories)
 
 
-def split_tcp(address: str) -> tuple[str, int]:
-    """Host (without the brackets of an IPv6 address) and port of "tcp://host:port"; an impossible port is -1."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port) if port.isdecimal() and int(port) < 1 << 16 else -1
-
-
 def beside(address: str, known: str) -> str:
     """A bound tcp:// address as seen from where `known`, another one of the same process, was reached: its port there.
     The binder may have bound a wildcard, or have a name only it understands."""
     if not address.startswith("tcp://") or not known.startswith("tcp://"):
         return address
-    return f"{known.rpartition(':')[0]}:{address.rpartition(':')[2]}"
+    return f"{known.rpartition(':')[0]}:{split_tcp(address)[1]}"
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:

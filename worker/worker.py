@@ -60,8 +60,7 @@ class Worker:
             self._kv_blocks = run(partial(kv_capacity, config, self._device.torch_device, self._model, self._stage))
         except BaseException:
             self._device.close()
-            leave_ranks()
-            raise
+            raise  # leaving the ranks can wait for them, and they for us: first the engine is told
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(rank=self.rank, device=self._device.name, kv_blocks=self._kv_blocks, pid=os.getpid())

@@ -56,6 +56,15 @@ def test_a_rank_killed_while_it_starts_is_named(
         start(monkeypatch, rank, where, sizes)
 
 
+@pytest.mark.parametrize(("rank", "sizes"), [(1, TENSOR), (0, PIPELINE)])
+def test_a_rank_that_cannot_load_says_why_and_the_others_are_released(
+    rank: int, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkerError, match=f"worker rank {rank}: ZeroDivisionError: planted") as caught:
+        start(monkeypatch, rank, "raises-loading", sizes)
+    assert "failing_worker.py" in caught.value.remote_traceback
+
+
 @pytest.mark.parametrize(
     ("rank", "where", "sizes"),
     [(1, "raises", TENSOR), (1, "raises-on-device", TENSOR), (0, "raises-on-device", PIPELINE)],

@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import stepahead.worker.worker
 from stepahead.config import ResolvedConfig
 from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.worker.messages import Rendezvous, StepPlan
@@ -16,19 +17,21 @@ VARIABLE = "FAILING_WORKER"
 """rank:where, where being one of the words below."""
 
 
-def _boom() -> None:
+def _boom(*_: Any) -> None:
     raise ZeroDivisionError("planted on the device")
 
 
 class FailingWorker(Worker):
-    """killed-joining, killed-loaded: a SIGKILL at start-up. raises, raises-on-device: in step 1. stuck-N: its device
-    stands still from step N on, so that the other ranks wait for it."""
+    """killed-joining, killed-loaded: a SIGKILL at start-up. raises-loading: once it has joined the others. raises,
+    raises-on-device: in step 1. stuck-N: its device stands still from step N on, so that the other ranks wait."""
 
     def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         failing, _, self._where = os.environ[VARIABLE].partition(":")
         self._fails = rank == int(failing)
         if self._fails and self._where == "killed-joining":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._fails and self._where == "raises-loading":
+            stepahead.worker.worker.load_model = _boom
         super().__init__(config, rank, rendezvous)
 
     def info(self) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import pytest
 
 import stepahead
 from process_tools import alive, nothing_left_behind, wait_until
+from stepahead.worker.link_key import write_key_file
 from tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(110)
@@ -99,6 +102,24 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_started(
     assert output == ""
 
 
+@pytest.mark.parametrize(
+    ("head", "bound"), [("10.0.0.1:5", "tcp://*:5"), ("node-0:77", "tcp://*:77"), ("[fd00::1]:5", "tcp://[::]:5")]
+)
+def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_were_given(
+    model: str, tmp_path: Path, head: str, bound: str
+) -> None:
+    write_key_file(tmp_path / "key")
+    spec = importlib.util.spec_from_file_location("launch_script", ROOT / "scripts" / "launch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
+    plan = script.make_plan(*script._parse(["--model", model, *two]))
+    assert f"--executor-address={bound}" in plan.engine
+    assert plan.address == f"tcp://{head}"
+
+
 @pytest.mark.usefixtures("clean")
 def test_a_killed_rank_ends_all_with_its_exit_code(model: str) -> None:
     launched = launch(model, "--pp", "2", "--", *ASK, "--max-tokens", "240", "--ignore-eos", "--num-kv-blocks", "20")
@@ -106,6 +127,24 @@ def test_a_killed_rank_ends_all_with_its_exit_code(model: str) -> None:
     _, errors = launched.communicate(timeout=60)
     assert launched.returncode == 128 + signal.SIGKILL, errors
     assert "was killed by SIGKILL" in errors
+
+
+@pytest.mark.usefixtures("clean")
+def test_no_rank_outlives_a_killed_torchrun_where_no_engine_is(model: str) -> None:
+    key = str(Path(os.environ["TMPDIR"]) / "key")
+    write_key_file(key)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # an engine that never answers: the ranks wait for it
+        head = f"127.0.0.1:{nobody.getsockname()[1]}"
+        two = ["--nnodes", "2", "--node-rank", "1", "--head", head, "--key-file", key]
+        launched = launch(model, "--tp", "3", "--pp", "2", *two)
+        ranks = workers_of(launched, 3)
+        time.sleep(0.5)  # the script looks for them a few times a second
+        os.kill(psutil.Process(ranks[0]).ppid(), signal.SIGKILL)
+        launched.communicate(timeout=60)
+    assert launched.returncode == 128 + signal.SIGKILL
+    assert not alive(ranks)
+    os.unlink(key)
 
 
 @pytest.mark.usefixtures("clean")
