@@ -386,9 +386,7 @@ class Scheduler:
 
 
 def _take_rows(logprobs: Logprobs | None, rows: np.ndarray) -> Logprobs | None:
-    if logprobs is None:
-        return None
-    return Logprobs(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
+    return logprobs and Logprobs(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
 
 
 def _whole_prompt(request: Request) -> Logprobs:

@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_place(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Place:
     """Raises: ConfigError when nobody says which rank this is."""
     rank, local_rank, local_size = arguments.rank, arguments.local_rank, arguments.local_size
-    for _, *variables in _LAUNCHERS:
-        if variables[0] in environment and rank is None:
-            rank, near = (_number(name, environment.get(name)) for name in variables[:2])
-            size = _size_here(*variables[2:], environment)
+    for _, rank_name, near_name, size_name, node_name in _LAUNCHERS:
+        if rank_name in environment and rank is None:
+            rank, near = (_number(name, environment.get(name)) for name in (rank_name, near_name))
+            size = _size_here(size_name, node_name, environment)
             local_rank = near if local_rank is None else local_rank
             local_size = size if local_size is None else local_size
             if arguments.first_rank is not None and near is not None:
