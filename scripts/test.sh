@@ -5,6 +5,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh dev
 bin=$PWD/.venv/bin
 
+# For the test on two hosts; without it, and without root, that one is skipped.
+if [ "$(id -u)" = 0 ] && ! command -v ip >/dev/null && command -v apt-get >/dev/null; then
+    apt-get -qq update && apt-get -qq install -y --no-install-recommends iproute2 >&2 ||
+        echo "test: iproute2 could not be installed" >&2
+fi
+
 "$bin/ruff" format --check .
 "$bin/ruff" check .
 "$bin/lint-imports"
