@@ -53,7 +53,7 @@ def find_place(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     for _, *variables in _LAUNCHERS:
         if variables[0] in environment and rank is None:
             rank, near = (_number(name, environment.get(name)) for name in variables[:2])
-            size = _size_here(*variables[2:], environment)
+            size = _size_here(variables[2], variables[3], environment)
             local_rank = near if local_rank is None else local_rank
             local_size = size if local_size is None else local_size
             if arguments.first_rank is not None and near is not None:
