@@ -14,7 +14,7 @@ import zmq
 
 from ..worker.child_process import wait_readable
 from ..worker.handshake import Hello, machine_id
-from ..worker.heart import INTERVAL_S, Beat
+from ..worker.heart import INTERVAL_S, LONGEST_TURN_S, Beat
 from ..worker.logs import Complaints
 
 logger = logging.getLogger(__name__)
@@ -102,14 +102,14 @@ class Heartbeats:
         poller.register(self._link, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
         while True:
+            began = time.monotonic()
             if self._wake_reader in dict(poller.poll(int(INTERVAL_S * 1000))):
                 return
-            # All that waits is read before anybody is judged: this process itself may have stood still.
             for _ in range(_MOST_BEATS):
                 if not self._link.poll(0):
                     break
                 self._echo(self._link.recv_multipart())
-            self._judge()
+            self._judge(time.monotonic() - began - LONGEST_TURN_S)
 
     def _echo(self, frames: list[bytes]) -> None:
         try:
@@ -123,8 +123,13 @@ class Heartbeats:
                 self._last[rank] = time.monotonic()
         self._link.send_multipart([route, body])
 
-    def _judge(self) -> None:
+    def _judge(self, excess: float) -> None:
+        """excess: seconds that the turn took over its longest; above 0 this process itself has stood still."""
         with self._lock:
+            if excess > 0:
+                now = time.monotonic()
+                self._last = {rank: min(last + excess, now) for rank, last in self._last.items()}
+                return
             since = time.monotonic() - self._timeout * self._patience
             for rank in [rank for rank, last in self._last.items() if last < since]:
                 del self._last[rank]

@@ -69,7 +69,7 @@ class RemoteExecutor(Executor):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = open_socket(self._context, zmq.ROUTER)
         self._replies = open_socket(self._context, zmq.PULL)
-        self._rpc_codec: Codec[WorkerRpc] = Codec(WorkerRpc)
+        self._rpc_codec: Codec[WorkerRpc | Join] = Codec(WorkerRpc | Join)
         self._reply_codec: Codec[WorkerReply] = Codec(WorkerReply)
         self._complaints = Complaints(logger)
         self._sentinels: dict[int, int] = {}
@@ -222,7 +222,7 @@ class RemoteExecutor(Executor):
     def _tell_all(self, message: WorkerRpc | Join) -> None:
         """Encodes it once."""
         if self._registration is not None:
-            frames = self._rpc_codec.encode(message)  # type: ignore[arg-type]  # any struct of ours
+            frames = self._rpc_codec.encode(message)
             for route in self._registration.routes.values():
                 self._plans.send_multipart([route, *frames])
 

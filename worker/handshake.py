@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +24,15 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .addresses import split_tcp
 from .codec import Codec, CodecError
-from .link_key import REFUSED, LinkKey, explain_refused_link, weight_of_failure
+from .link_key import GIVE_UP_WEIGHT, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
 from .sockets import SIGNAL_CHECK_MS, connect
 
 PROTOCOL = 1
 """Of all messages between executor and worker. Both ends must have the same."""
+
+_COUNT_S = 10.0
+"""An engine that ends now and then while its workers wait has not refused them."""
 
 _Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, msgspec.Meta(max_length=255)]
@@ -157,14 +161,16 @@ def register(
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)
-        failures = 0
+        failures, counted_since = 0, time.monotonic()
         while True:
             ready = dict(poller.poll(SIGNAL_CHECK_MS))
             if plans in ready:
                 return _accepted(codec, plans.recv_multipart())
+            if time.monotonic() - counted_since > _COUNT_S:
+                failures, counted_since = 0, time.monotonic()
             if events in ready:
                 failures += weight_of_failure(events)
-            if failures >= REFUSED:
+            if failures >= GIVE_UP_WEIGHT:
                 raise RefusedError(explain_refused_link(address, key))
     finally:
         plans.disable_monitor()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ZAP_DOMAIN = "stepahead"
 
-REFUSED = 3
+GIVE_UP_WEIGHT = 3
+"""See weight_of_failure."""
 
 _FIRST_LINE = "# stepahead: the secret key of an engine's links. Whoever has it can run code on the workers.\n"
 _KEY_CHARACTERS = 40
@@ -112,15 +113,15 @@ def admit_only(context: zmq.Context[zmq.Socket[bytes]], key: LinkKey) -> ThreadA
 
 
 def weight_of_failure(events: zmq.Socket[bytes]) -> int:
-    """Takes the next event of a connecting socket's monitor. When the weights add up to REFUSED the other end does not
-    want us. One that hangs up in the middle of a handshake says so less clearly: it may just have ended, or forward
-    a port behind which nobody listens yet."""
+    """Takes the next event of a connecting socket's monitor. When the weights add up to GIVE_UP_WEIGHT the other end
+    does not want us. One that hangs up in the middle of a handshake says so less clearly: it may just have ended, or
+    forward a port behind which nobody listens yet."""
     import zmq
     from zmq.utils.monitor import recv_monitor_message
 
     event = recv_monitor_message(events)["event"]
     if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-        return REFUSED
+        return GIVE_UP_WEIGHT
     return 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 0
 
 

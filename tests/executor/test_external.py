@@ -272,6 +272,37 @@ def test_a_silent_worker_is_given_up(site: Site) -> None:
     worker.kill()
 
 
+def test_a_worker_that_stood_still_does_not_take_it_for_the_engines_silence(site: Site) -> None:
+    code = """
+import sys, time, zmq
+from stepahead.worker.heart import start_beating
+start_beating(zmq.Context(), sys.argv[1], None, 0, 1.5)
+time.sleep(60)
+"""
+    echo = site.context.socket(zmq.ROUTER)
+    port = echo.bind_to_random_port("tcp://127.0.0.1")
+    path = str(Path(stepahead.__file__).parent.parent)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code, f"tcp://127.0.0.1:{port}"], env={**os.environ, "PYTHONPATH": path}
+    )
+
+    def answer_for(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if echo.poll(50):
+                echo.send_multipart(echo.recv_multipart())
+
+    assert echo.poll(10_000)
+    answer_for(0.5)
+    os.kill(worker.pid, signal.SIGSTOP)
+    answer_for(4)
+    os.kill(worker.pid, signal.SIGCONT)
+    answer_for(3)
+    assert worker.poll() is None
+    worker.kill()
+    worker.wait()
+
+
 def test_a_worker_whose_engine_is_gone_leaves(site: Site) -> None:
     code = """
 import time, zmq
