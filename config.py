@@ -132,6 +132,8 @@ def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"unknown setting {name!r}{hint}")
+    if isinstance(settings.get("executor"), type):
+        settings = {**settings, "executor": _import_path(settings["executor"])}
     try:
         config = msgspec.convert({"model": str(model), **settings}, EngineConfig)
     except msgspec.ValidationError as error:
@@ -139,6 +141,13 @@ def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
     _check_ranges(config)
     _check_links(config)
     return config
+
+
+def _import_path(executor: type) -> str:
+    """Of a class of the user's, which another process imports."""
+    if executor.__module__ == "__main__" or "<locals>" in executor.__qualname__:
+        raise ConfigError(f"executor={executor!r}: the engine's process must import it: put it at the top of a module")
+    return f"{executor.__module__}:{executor.__qualname__}"
 
 
 def resolve(config: EngineConfig, model: ModelConfig, executor_supports_async: bool) -> ResolvedConfig:

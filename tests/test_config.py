@@ -14,6 +14,7 @@ from stepahead.engine_core.engine import EngineCore
 from stepahead.errors import ConfigError
 from stepahead.executor.base import Executor
 from stepahead.executor.multiproc import MultiprocExecutor
+from stepahead.executor.uniproc import UniProcExecutor
 from stepahead.worker.model_config import ModelConfig
 
 MODEL = ModelConfig(architecture="HashLM", vocab_size=10, max_position=100)
@@ -87,3 +88,17 @@ def test_more_token_ids_than_the_machine_has_memory_for_are_refused() -> None:
 def test_the_queue_is_one_deeper_with_async_scheduling() -> None:
     assert paper_config().max_in_flight == 2
     assert paper_config(async_scheduling=False).max_in_flight == 1
+
+
+def test_an_executor_is_given_by_name_by_class_or_by_import_path() -> None:
+    for given in (UniProcExecutor, "stepahead.executor.uniproc:UniProcExecutor"):
+        assert parse_settings("m", {"executor": given}).executor == "stepahead.executor.uniproc:UniProcExecutor"
+
+
+def test_a_class_that_no_other_process_can_import_is_refused() -> None:
+    class Mine(UniProcExecutor):
+        pass
+
+    for given in (Mine, type("Script", (UniProcExecutor,), {"__module__": "__main__"})):
+        with pytest.raises(ConfigError, match="top of a module"):
+            parse_settings("m", {"executor": given})
