@@ -167,7 +167,7 @@ def test_the_built_in_executors_support_async_scheduling(name: str) -> None:
     assert executor_class(name).supports_async_scheduling()
 
 
-@pytest.mark.parametrize("name", ["ray", "no.such.module:X", "paper_worker:Nothing", "paper_worker:PaperWorker"])
+@pytest.mark.parametrize("name", ["rya", "no.such.module:X", "paper_worker:Nothing", "paper_worker:PaperWorker"])
 def test_an_unknown_executor_is_a_config_error_that_names_it(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         executor_class(name)
