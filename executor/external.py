@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_CALL_S = 5.0
-_CALL_AGAIN_S = 30.0
+CALL_AGAIN_S = 30.0
 _HELLO_LIMIT, _BEAT_LIMIT = 1 << 12, 1 << 11
 _LEAST_GRACE_S = 0.5
 _FAREWELL_MS = 2000
@@ -86,7 +86,7 @@ class ExternalExecutor(RemoteExecutor):
     def _wait_longer(self) -> None:
         now = time.monotonic()
         if now > self._call_at and self._registration is not None:
-            self._call_at = now + _CALL_AGAIN_S
+            self._call_at = now + CALL_AGAIN_S
             ranks = ", ".join(map(str, self._registration.missing))
             logger.warning("still waiting for ranks %s: %s", ranks, self._how_to_come())
 

@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from ..config import EngineConfig, ResolvedConfig, is_loopback
+from ..config import EngineConfig, ResolvedConfig
 from ..errors import ConfigError
+from ..worker.addresses import is_loopback, split_tcp
 from ..worker.link_key import LinkKey
 from ..worker.process import WORKER_CLASS
-from ..worker.sockets import SIGNAL_CHECK_MS, split_tcp
-from .external import ExternalExecutor
+from ..worker.sockets import SIGNAL_CHECK_MS
+from .external import CALL_AGAIN_S, ExternalExecutor
 from .ray_actor import RayWorker, StepaheadWorker
 from .registration import Addresses
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Nothing goes through it, and Ray takes no less."""
-_CALL_AGAIN_S = 30.0
 _LAST_WORD_S = 5.0
 
 
@@ -79,7 +79,7 @@ class RayExecutor(ExternalExecutor):
                 public=self.key.public,
             )
             self._watch_sentinel(self._cluster.start(seat, msgspec.msgpack.encode(worker)), rank)
-        self._call_at = time.monotonic() + _CALL_AGAIN_S
+        self._call_at = time.monotonic() + CALL_AGAIN_S
 
     def _how_to_come(self) -> str:
         return "Ray has started them; its logs say more"
@@ -166,10 +166,10 @@ class _Cluster:
         if self.is_ours and there < wanted:
             raise ConfigError(f"{wanted} ranks need {wanted} {resource}s; Ray finds {there} on this machine")
         self._group = placement_group([self._bundle] * wanted, strategy="PACK")
-        call_at = time.monotonic() + _CALL_AGAIN_S
+        call_at = time.monotonic() + CALL_AGAIN_S
         while not self._group.wait(SIGNAL_CHECK_MS / 1000):
             if time.monotonic() > call_at:
-                call_at = time.monotonic() + _CALL_AGAIN_S
+                call_at = time.monotonic() + CALL_AGAIN_S
                 logger.warning("waiting for room in Ray's cluster: %d %ss, of %d in all", wanted, resource, there)
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()

@@ -49,7 +49,7 @@ _TERM_SECONDS = 8.0
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
 _PREFIX = re.compile(r"^@(\d+)@(.*)", re.DOTALL)
 _RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,9 +165,12 @@ class Launch:
         self._engine: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
         self._failed_code: int | None = None
-        self._ranks: set[Any] = set()
 
     def run(self) -> int:
+        import psutil
+
+        _adopt_orphans()
+        guard = {child.pid for child in psutil.Process().children()}  # of the private folder
         for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(caught, lambda number, _: self._signals.append(number))
         workers = self._start_workers()
@@ -176,9 +179,10 @@ class Launch:
         try:
             if self._plan.engine is not None:
                 self._engine = self._start_engine(self._plan.engine)
-            self._until_one_ends(workers, [process for process in (self._engine, workers) if process is not None])
+            self._until_one_ends([process for process in (self._engine, workers) if process is not None])
         finally:
             self._stop([process for process in (self._engine, workers) if process is not None])
+            _kill_children(besides=guard)
         reader.join(_STOP_SECONDS)
         return self._code(workers)
 
@@ -230,18 +234,9 @@ class Launch:
         if workers.wait() and self._failed_code is None and not self._signals:
             print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
 
-    def _note_ranks(self, torchrun: subprocess.Popen[bytes]) -> None:
-        """While it lives: when it has been killed, nobody can tell any more which processes were its ranks."""
-        import psutil
-
-        if len(self._ranks) < self._plan.local_size:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                self._ranks.update(psutil.Process(torchrun.pid).children())
-
-    def _until_one_ends(self, torchrun: subprocess.Popen[bytes], processes: list[subprocess.Popen[bytes]]) -> None:
+    def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Passes signals on meanwhile; a second one is not waited for."""
         while all(process.poll() is None for process in processes) and len(self._signals) < 2:
-            self._note_ranks(torchrun)
             if self._signals:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(processes[0].pid, self._signals[0])
@@ -252,16 +247,10 @@ class Launch:
                 time.sleep(0.05)
 
     def _stop(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        """Whatever is left of them: they get time, then SIGTERM, then SIGKILL with all that they have started."""
-        import psutil
-
+        """They get time, then SIGTERM, then SIGKILL."""
         engine_ended = self._engine is not None and self._engine.poll() is not None
         patience = _LEAVE_SECONDS if engine_ended and not self._signals else _STOP_SECONDS
         _wait_all(processes, patience if len(self._signals) < 2 else 0)
-        family = list(self._ranks)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family += [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
         for process in processes:
             if process.poll() is None:
                 process.terminate()
@@ -270,9 +259,6 @@ class Launch:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
 
     def _code(self, workers: subprocess.Popen[bytes]) -> int:
         code = 0 if self._engine is None else self._engine.returncode
@@ -298,6 +284,24 @@ def _wait_all(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def _adopt_orphans() -> None:
+    """What a process that we have started leaves behind, when it is killed, becomes a child of ours, so that we can
+    find it. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _kill_children(besides: set[int]) -> None:
+    """And theirs: what the processes that have ended did not take with them."""
+    import psutil
+
+    for child in psutil.Process().children():
+        if child.pid not in besides:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in [*child.children(recursive=True), child]:
+                    process.kill()
 
 
 def _die_with_us() -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .host_ring import Field, HostBuffer, RingEntry
 
 
+_LIVENESS_SECONDS = 0.1
+
+
 @dataclass(frozen=True)
 class LogprobFields:
     """token_ids: int32 [m, 1 + k]. logprobs: float32 [m, 1 + k]. ranks: int32 [m]."""
@@ -188,11 +191,18 @@ class WorkerAsyncOutputCopy(threading.Thread):
         self._on_start = on_start
         self._on_stop = on_stop
         self._lane = lane or Lane(OUTPUT_COPY)
-        self._queue: queue.SimpleQueue[AsyncOutput | WorkerReply | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[AsyncOutput | WorkerReply | threading.Event | None] = queue.SimpleQueue()
 
     def put(self, item: AsyncOutput | WorkerReply) -> None:
         """From any thread. Sent after everything put before."""
         self._queue.put(item)
+
+    def flush(self) -> None:
+        """Waits until what was put before has been sent, and recorded."""
+        through = threading.Event()
+        self._queue.put(through)
+        while self.is_alive() and not through.wait(_LIVENESS_SECONDS):
+            pass
 
     def close(self) -> None:
         """Sends what was put, then ends the thread and waits for it."""
@@ -206,6 +216,9 @@ class WorkerAsyncOutputCopy(threading.Thread):
                 self._on_start()
             try:
                 while (item := self._queue.get()) is not None:
+                    if isinstance(item, threading.Event):
+                        item.set()
+                        continue
                     self._lane.begin()
                     reply = self._reply(item)
                     if self._tells_tokens or not isinstance(reply, StepReply):

@@ -170,6 +170,8 @@ def serve(
         if isinstance(rpc, Shutdown):
             return
         if isinstance(rpc, Call):
+            if rpc.method == "stop_profile":  # the engine may have a step's tokens before its push is recorded
+                replies.flush()
             replies.put(_answer(worker, rank, rpc, allow_callables))
         elif not broken:
             try:

@@ -14,6 +14,7 @@ import logging
 import os
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,16 +116,16 @@ class WatchedRunner(ModelRunner):
             super()._sample(*arguments)
 
 
-class SyncCheck:
+class SyncCheck(ABC):
     """raises: whether a wait is an error, or is logged once for each place in the code."""
 
     def __init__(self, raises: bool) -> None:
         self.raises = raises
         self._told: set[tuple[str, int | None]] = set()
 
+    @abstractmethod
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """For the calling thread. Raises: StepaheadError naming file and line, from inside."""
-        raise NotImplementedError
 
     def report(self, what: str, stack: traceback.StackSummary) -> None:
         """stack: outermost first. Raises: StepaheadError when a wait is an error."""

@@ -497,8 +497,11 @@ def test_a_long_temporary_directory_is_no_obstacle(monkeypatch: pytest.MonkeyPat
     long = os.path.join(os.environ["TMPDIR"], "d" * 100)
     os.mkdir(long)
     monkeypatch.setattr("tempfile.tempdir", long)
-    client, _ = client_for()
+    client, inbox = client_for()
+    client.send(request(1, max_tokens=2))
+    inbox.wait_for(lambda inbox: inbox.finished)
     client.close()
+    assert os.listdir(long) == []
     os.rmdir(long)
 
 

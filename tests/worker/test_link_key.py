@@ -60,7 +60,7 @@ def test_what_other_machines_can_reach_needs_a_key(address: str, tmp_path: Path)
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:5", "tcp://[::1]:0", "ipc:///tmp/x/plans"])
 def test_what_stays_on_this_machine_needs_none(address: str) -> None:
-    parse_settings("m", {"executor_address": address})
+    assert parse_settings("m", {"executor_address": address}).executor_address == address
 
 
 @pytest.mark.parametrize("address", ["", "tcp://", "tcp://:5", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "udp://h:5"])
