@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import ConfigError, StepaheadError
 from . import standard_streams
 from .addresses import check_engine
-from .child_process import with_huge_pages
+from .child_process import for_large_tensors
 from .handshake import Listener, Place
 from .link_key import read_key_file
 from .process import run_worker
@@ -111,13 +111,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _with_huge_pages() -> None:
+def _prepare_memory() -> None:
     """glibc reads its environment only when a process begins."""
-    environment = with_huge_pages(os.environ)
+    environment = for_large_tensors(os.environ)
     if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 if __name__ == "__main__":
-    _with_huge_pages()
+    _prepare_memory()
     sys.exit(main())

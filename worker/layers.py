@@ -5,45 +5,19 @@ Linear weights are [out_features, in_features]. `slots(prefix)` names the checkp
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import ConfigError
+from ..kernels.linear import Weight, gated_linear, linear, pack_weight
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from .parallel import ParallelGroup
 from .weights import WeightSlot
 
 _ALL = slice(None)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [t, in]. weight: [out, in], or packed. Returns [t, out]. The one place that multiplies by a weight matrix."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the order in which oneDNN multiplies by it, where that is faster; else itself.
-
-    weight: [out, in]. On CPU, bfloat16 decode reads packed weights in two thirds of the time. The result is good
-    for `linear` alone: it cannot be read or written otherwise.
-    """
-    if weight.is_cpu and weight.dtype == torch.bfloat16 and _packs_bfloat16():
-        return torch.ops.mkldnn._reorder_linear_weight(weight)
-    return weight
-
-
-@functools.cache
-def _packs_bfloat16() -> bool:
-    """Whether this torch and this CPU have oneDNN's bfloat16 matrix products."""
-    operations = torch.ops.mkldnn
-    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(operations, name) for name in needed) and operations._is_mkldnn_bf16_supported()
 
 
 @dataclass(frozen=True)
@@ -76,15 +50,17 @@ class ColumnParallelLinear:
         self.sizes = [part.size for part in parts]
         self.in_features = in_features
         self.weight = place.empty(sum(self.sizes), in_features)
+        self.packed: Weight = self.weight
         self.bias = place.empty(sum(self.sizes)) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [t, in_features]. Returns [t, sum(self.sizes)]."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.packed, self.bias)
 
     def pack(self) -> None:
-        """After loading: `slots` mean nothing any more."""
-        self.weight = packed(self.weight)
+        """Once, after loading: the weight can no longer be filled."""
+        self.packed = pack_weight(self.weight)
+        del self.weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of the module that holds the parts, e.g. "model.layers.0.mlp."."""
@@ -100,16 +76,23 @@ class ColumnParallelLinear:
         return slots
 
 
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Independent matrices of one input, each divided evenly (gate and up)."""
+class GatedParallelLinear(ColumnParallelLinear):
+    """Two matrices of one input, the gate's and that of what it lets through, each divided evenly."""
 
-    def __init__(self, in_features: int, out_features: Mapping[str, int], bias: bool, place: Placement) -> None:
-        """out_features: rows of each matrix by its checkpoint name."""
-        parts = []
-        for name, total in out_features.items():
-            size = place.group.share(total, f"rows of {name}")
-            parts.append(OutputPart(name, total, place.group.rank * size, size))
+    def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
+        """out_features: rows of each."""
+        size = place.group.share(out_features, "rows of gate_proj")
+        names = ("gate_proj", "up_proj")
+        parts = [OutputPart(name, out_features, place.group.rank * size, size) for name in names]
         super().__init__(in_features, parts, bias, place)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [t, in_features]. Returns silu(gate(x)) * up(x), [t, size]."""
+        return gated_linear(x, self.packed, self.bias)
+
+    def pack(self) -> None:
+        self.packed = pack_weight(self.weight, gated=True)
+        del self.weight
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -156,17 +139,19 @@ class RowParallelLinear:
         self.group = place.group
         self.in_features = in_features
         self.weight = place.empty(out_features, self.group.share(in_features, "input features"))
+        self.packed: Weight = self.weight
         self.bias = place.empty(out_features) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: this rank's [t, in_features / size]. Returns [t, out_features], the same on every rank."""
         # The sum over ranks must hold the bias once.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(linear(x, self.weight, bias))
+        return self.group.all_reduce(linear(x, self.packed, bias))
 
     def pack(self) -> None:
-        """After loading: `slots` mean nothing any more."""
-        self.weight = packed(self.weight)
+        """Once, after loading: the weight can no longer be filled."""
+        self.packed = pack_weight(self.weight)
+        del self.weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of this layer, e.g. "model.layers.0.mlp.down_proj."."""
@@ -209,13 +194,18 @@ class VocabParallelEmbedding(VocabShard):
 
 
 class ParallelLMHead(VocabShard):
+    def __init__(self, vocab_size: int, hidden_size: int, place: Placement, shared: torch.Tensor | None = None) -> None:
+        super().__init__(vocab_size, hidden_size, place, shared)
+        self.packed: Weight = self.weight
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [m, hidden]. Returns [m, vocab_size], the same on every rank."""
-        return self.group.all_gather(linear(hidden, self.weight), dim=-1)[:, : self.vocab_size]
+        return self.group.all_gather(linear(hidden, self.packed), dim=-1)[:, : self.vocab_size]
 
     def pack(self) -> None:
         """After loading. With tied embeddings this is a second copy: the embedding's rows must stay readable."""
-        self.weight = packed(self.weight)
+        self.packed = pack_weight(self.weight)
+        del self.weight
 
 
 class RMSNorm:

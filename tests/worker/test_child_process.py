@@ -14,7 +14,7 @@ import pytest
 
 from process_tools import UserScript, alive, nothing_left_behind, wait_until
 from stepahead.worker import child_process
-from stepahead.worker.child_process import ChildProcess, stop_all, with_huge_pages
+from stepahead.worker.child_process import ChildProcess, for_large_tensors, stop_all
 from stepahead.worker.sockets import SocketDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,13 +191,17 @@ os.kill(os.getpid(), 9)
     wait_until(lambda: not os.path.exists(directory.path), "the directory gone")
 
 
+KEEPS = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, "glibc.malloc.hugetlb=1"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+        ({}, f"glibc.malloc.hugetlb=1:{KEEPS}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1"}, f"glibc.malloc.check=1:glibc.malloc.hugetlb=1:{KEEPS}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, f"glibc.malloc.hugetlb=0:{KEEPS}"),
+        ({"GLIBC_TUNABLES": f"glibc.malloc.hugetlb=0:{KEEPS}"}, f"glibc.malloc.hugetlb=0:{KEEPS}"),
     ],
 )
-def test_a_child_asks_for_huge_pages_unless_the_user_decided(before, after):
-    assert with_huge_pages({"HOME": "/", **before}) == {"HOME": "/", "GLIBC_TUNABLES": after}
+def test_a_child_asks_for_huge_pages_and_keeps_memory_unless_the_user_decided(before, after):
+    assert for_large_tensors({"HOME": "/", **before}) == {"HOME": "/", "GLIBC_TUNABLES": after}

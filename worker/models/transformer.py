@@ -15,10 +15,9 @@ import torch
 from ...kernels.kv_write import kv_write
 from ...kernels.paged_attention import paged_attention
 from ...kernels.rope import apply_rope
-from ...kernels.silu_and_mul import silu_and_mul
 from ..attention import AttentionMetadata
 from ..layers import (
-    MergedColumnParallelLinear,
+    GatedParallelLinear,
     ParallelLMHead,
     Placement,
     QKVParallelLinear,
@@ -92,11 +91,11 @@ class MLP:
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = MergedColumnParallelLinear(hidden, {"gate_proj": inner, "up_proj": inner}, bias, place)
+        self.gate_up = GatedParallelLinear(hidden, inner, bias, place)
         self.down_proj = RowParallelLinear(inner, hidden, bias, place)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up(x)))
+        return self.down_proj(self.gate_up(x))
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         return {**self.gate_up.slots(prefix), **self.down_proj.slots(f"{prefix}down_proj.")}
