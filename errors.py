@@ -21,6 +21,10 @@ class PeerLostError(StepaheadError, RuntimeError):
     """A rank could not exchange tensors with another one. What happened to that one says more."""
 
 
+class LinkLostError(StepaheadError, RuntimeError):
+    """A worker has lost a link to its engine."""
+
+
 class WorkerError(StepaheadError, RuntimeError):
     """A worker raised while it ran an RPC.
 

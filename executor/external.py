@@ -5,9 +5,7 @@ Each runs `python -m stepahead.worker --connect ADDRESS`; the executor waits unt
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -17,10 +15,12 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError, WorkerError
 from ..worker.addresses import is_loopback, split_tcp
 from ..worker.child_process import wait_readable
+from ..worker.engine_link import PROBE
 from ..worker.handshake import Hello
 from ..worker.link_key import LinkKey, admit_only, read_key_file
 from ..worker.process import WORKER_CLASS
-from ..worker.sockets import open_socket
+from ..worker.sockets import drop_silent_peer, open_socket
+from .address_claim import AddressClaim
 from .links import LinkWatch, bind, limit, reply_limit
 from .liveness import Heartbeats, close_all
 from .registration import Addresses
@@ -49,14 +49,17 @@ class ExternalExecutor(RemoteExecutor):
         self._gate: ThreadAuthenticator | None = None
         self._link_watch: LinkWatch | None = None
         self._heartbeats: Heartbeats | None = None
+        self._claim: AddressClaim | None = None
         self._call_at = time.monotonic() + _FIRST_CALL_S
         self._processes: list[int] = []
-        self._files: list[str] = []
         super().__init__(config, worker_class)
 
     def _bind(self) -> Addresses:
-        settings = self.config.settings
+        timeout = self.config.settings.worker_timeout
         self.key = self._link_key()
+        where = self._where_to_listen()
+        if where.startswith("ipc://"):
+            self._claim = AddressClaim(where)
         health = open_socket(self._context, zmq.ROUTER)
         links = {"plans": self._plans, "replies": self._replies, "health": health}
         limits = {"plans": _HELLO_LIMIT, "replies": reply_limit(self.config), "health": _BEAT_LIMIT}
@@ -65,11 +68,15 @@ class ExternalExecutor(RemoteExecutor):
         self._link_watch = LinkWatch(links, limits)
         for name, link in links.items():
             limit(link, limits[name])
+            drop_silent_peer(link, where, timeout)
             if self.key is not None:
                 self.key.guard(link)
-        bound = {name: bind(link, self._where_to_listen(), name) for name, link in links.items()}
-        self._files = [address.removeprefix("ipc://") for address in bound.values() if address.startswith("ipc://")]
-        self._heartbeats = Heartbeats(health, settings.worker_timeout)
+        bound = {}
+        for name, link in links.items():
+            bound[name] = bind(link, where, name)
+            if self._claim is not None:
+                self._claim.sockets.append(bound[name].removeprefix("ipc://"))
+        self._heartbeats = Heartbeats(health, timeout)
         self.address = bound["plans"]
         return Addresses(plans=bound["plans"], replies=bound["replies"], health=bound["health"])
 
@@ -121,6 +128,10 @@ class ExternalExecutor(RemoteExecutor):
         assert self._heartbeats is not None
         self._heartbeats.all_started()
 
+    def _check_links(self) -> None:
+        if self._registration is not None and self._registration.is_closed:
+            self._send_to_all([PROBE])
+
     def _exit_reason(self, rank: int) -> str:
         assert self._heartbeats is not None
         assert self._registration is not None
@@ -133,20 +144,21 @@ class ExternalExecutor(RemoteExecutor):
     def _end_workers(self, grace: float) -> None:
         """They are not ours to kill: each leaves when it is told to, or hears no more of us."""
         if self._link_watch is not None:
-            self._link_watch.stop()
+            self._link_watch.hush()
         deadline = time.monotonic() + max(grace, _LEAST_GRACE_S)
         remaining = self._processes
         while remaining and (left := deadline - time.monotonic()) > 0:
             gone = wait_readable(remaining, left)
             remaining = [process for process in remaining if process not in gone]
-        self._plans.close(linger=_FAREWELL_MS)
         if self._heartbeats is not None:
             self._heartbeats.stop()
+        if self._link_watch is not None:
+            self._link_watch.stop()
+        self._plans.close(linger=_FAREWELL_MS)
         close_all(self._sentinels)
         self._sentinels.clear()
-        for path in self._files:  # libzmq leaves them
-            with contextlib.suppress(FileNotFoundError):  # whoever made the folder may have removed it
-                os.unlink(path)
+        if self._claim is not None:
+            self._claim.release()
         if self._gate is not None:
             self._gate.stop()
 

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError
-from ..worker.addresses import check_private, split_tcp
+from ..worker.addresses import split_tcp
 from ..worker.logs import Complaints
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:
     """address: the setting executor_address; `name` other than "plans" gets an address beside it. Returns: the bound
     address. Raises: ConfigError."""
     if address.startswith("ipc://"):
-        check_private(address, "executor_address")
         wanted = address if name == "plans" else f"{address}-{name}"
     else:
         host, port = split_tcp(address)
@@ -75,22 +74,29 @@ def _numeric(host: str, address: str) -> str:
 class LinkWatch:
     """A thread that says when a connection fails: libzmq itself drops it without a word.
 
-    links: by name. limits: their longest frames in bytes, for the message.
+    links: by name. limits: their longest frames in bytes, for the message. Whoever ends a link in another thread
+    disables its monitor first.
     """
 
     def __init__(self, links: Mapping[str, zmq.Socket[bytes]], limits: Mapping[str, int]) -> None:
         self._links = links
         self._limits = limits
         self._complaints = Complaints(logger)
+        self._is_over = False
         self._events = {name: link.get_monitor_socket(_EVENTS) for name, link in links.items()}
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="link-watch", daemon=True)
         self._thread.start()
 
+    def hush(self) -> None:
+        """From now on connections end because everything does."""
+        self._is_over = True
+
     def stop(self) -> None:
-        """Before the links are closed."""
+        """Before the links that the caller owns are closed, and after the others have been."""
         for link in self._links.values():
-            link.disable_monitor()  # first: libzmq would wait for ever to send an event that nobody takes
+            if not link.closed:
+                link.disable_monitor()  # first: libzmq would wait for ever to send an event that nobody takes
         os.close(self._wake_writer)
         self._thread.join()
         os.close(self._wake_reader)
@@ -111,6 +117,8 @@ class LinkWatch:
     def _tell(self, name: str, event: int, failed: Sequence[str]) -> Sequence[str]:
         """failed: links whose last event was a failed handshake, which is followed by its disconnection."""
         others = [other for other in failed if other != name]
+        if self._is_over:
+            return others
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             text = f"{name} link: refused somebody whose key is not the one in key_file"
         elif event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):

@@ -51,8 +51,8 @@ class Heartbeats:
     """Watches workers that are not our children: each sends a beat a second, which goes back to it. Those of this
     machine are watched through a pidfd besides, so that their end is seen at once.
 
-    link: a bound ROUTER, owned by this object's thread from now on. timeout: seconds of silence after which a rank
-    counts as gone.
+    link: a bound ROUTER, owned by this object's thread from now on, which closes it. timeout: seconds of silence after
+    which a rank counts as gone.
     """
 
     def __init__(self, link: zmq.Socket[bytes], timeout: float) -> None:
@@ -92,7 +92,6 @@ class Heartbeats:
         os.close(self._wake_writer)
         self._thread.join()
         os.close(self._wake_reader)
-        self._link.close()
         for writer in self._silenced.values():
             os.close(writer)
         self._silenced.clear()
@@ -104,6 +103,8 @@ class Heartbeats:
         while True:
             began = time.monotonic()
             if self._wake_reader in dict(poller.poll(int(INTERVAL_S * 1000))):
+                self._link.disable_monitor()  # whoever watches it still takes what libzmq says
+                self._link.close()
                 return
             for _ in range(_MOST_BEATS):
                 if not self._link.poll(0):

@@ -34,11 +34,15 @@ class _AnyHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Registration:
-    """routes: by rank, what the ROUTER calls the worker. hellos: by rank."""
+    """routes: by rank, what the ROUTER calls the worker. hellos: by rank.
+
+    Until close() a worker whose link broke may come again.
+    """
 
     def __init__(self, config: ResolvedConfig, worker_class: str, addresses: Addresses) -> None:
         self.routes: dict[int, bytes] = {}
         self.hellos: dict[int, Hello] = {}
+        self.is_closed = False
         self._config = config
         self._worker_class = worker_class
         self._addresses = addresses
@@ -54,24 +58,31 @@ class Registration:
         return [rank for rank in range(self._config.settings.world_size) if rank not in self.routes]
 
     def answer(self, route: bytes, frames: list[bytes]) -> tuple[Hello | None, list[bytes] | None]:
-        """frames: what a stranger at `route` has sent. Returns: who it is if it was taken, and the answer if it
-        deserves one."""
+        """frames: what a stranger at `route` has sent. Returns: who it is if it was taken for the first time, and the
+        answer if it deserves one."""
         protocol = _decode(frames, _AnyHello)
         if protocol is None:
             self._complaints.log("dropped a message that is no worker's greeting")
             return None, None
         hello = _decode(frames, Hello)
+        if self.is_closed and route in self.routes.values():
+            return None, None  # it had greeted once more before it was answered
         refusal = self._refusal(protocol.protocol, hello)
         if refusal is not None or hello is None:
             who = "somebody" if hello is None else f"{hello.host!r}, pid {hello.pid}"
             self._complaints.log(f"refused a worker ({who}): {refusal}", "refused")
             return None, self._codec.encode(Refused(refusal or ""))
+        is_new = hello.rank not in self.hellos
         self.routes[hello.rank] = route
         self.hellos[hello.rank] = hello
         logger.info("rank %d has come: %s, pid %d", hello.rank, hello.host, hello.pid)
         addresses = self._addresses
         start = Start(self._config, hello.rank, self._worker_class, addresses.replies, addresses.health)
-        return hello, self._codec.encode(start)
+        return hello if is_new else None, self._codec.encode(start)
+
+    def close(self) -> None:
+        """Every worker has come, and is about to be told so."""
+        self.is_closed = True
 
     def _refusal(self, protocol: int, hello: Hello | None) -> str | None:
         world_size = self._config.settings.world_size
@@ -81,12 +92,16 @@ class Registration:
             return "its greeting makes no sense"
         if hello.rank >= world_size:
             return f"rank {hello.rank} is not among the {world_size} that are expected (0 to {world_size - 1})"
-        if hello.rank in self.hellos:
-            taken = self.hellos[hello.rank]
+        taken = self.hellos.get(hello.rank)
+        if taken is not None and (self.is_closed or _process(taken) != _process(hello)):
             return f"rank {hello.rank} has come already (from {taken.host}, pid {taken.pid})"
         if hello.local_rank >= max(1, hello.local_size):
             return f"local rank {hello.local_rank} is not below the {hello.local_size} of its machine"
         return None
+
+
+def _process(hello: Hello) -> tuple[str, str, int]:
+    return hello.machine, hello.host, hello.pid
 
 
 def _decode(frames: list[bytes], kind: type[T]) -> T | None:

@@ -8,6 +8,7 @@ Subclasses differ in who starts the worker processes, and how their end is seen.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from abc import abstractmethod
@@ -18,6 +19,7 @@ import zmq
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError, WorkerError
+from ..worker.callables import pack_callable
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.handshake import Hello, Join
 from ..worker.logs import Complaints
@@ -49,7 +51,7 @@ SHUTDOWN_GRACE = 3.0
 """Seconds that workers get to leave by themselves."""
 
 _CAUSE_SECONDS = 2.0
-"""How long after a rank has said that it lost another one the reason for that may still show."""
+"""How long after a rank has said that it lost another one, or could not be reached, the reason may still show."""
 
 _LAST_WORDS_MS = 300
 """How long after a worker's death its own account of it may still arrive."""
@@ -68,6 +70,7 @@ class RemoteExecutor(Executor):
         self._world_size = config.settings.world_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = open_socket(self._context, zmq.ROUTER)
+        self._plans.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody is an error, not dropped
         self._replies = open_socket(self._context, zmq.PULL)
         self._rpc_codec: Codec[WorkerRpc | Join] = Codec(WorkerRpc | Join)
         self._reply_codec: Codec[WorkerReply] = Codec(WorkerReply)
@@ -108,6 +111,9 @@ class RemoteExecutor(Executor):
 
     def _wait_longer(self) -> None:
         """Called every second while workers have not come yet."""
+
+    def _check_links(self) -> None:
+        """Called every second while something is waited for. A worker whose link is lost may never answer."""
 
     @abstractmethod
     def _rendezvous(self) -> str:
@@ -154,7 +160,7 @@ class RemoteExecutor(Executor):
         self, method: str | bytes | Callable[..., Any], args: Sequence[Any] = (), timeout: float | None = None
     ) -> list[Any]:
         require_plain(list(args), "an argument of collective_rpc")
-        name, function = _pack_callable(method)
+        name, function = _name_and_bytes(method)
         if function is not None and not self._allows_callables():
             raise ConfigError("collective_rpc with a callable needs ipc:// or a key_file; name a method instead")
         self._call_id += 1
@@ -207,6 +213,7 @@ class RemoteExecutor(Executor):
             self._poller.register(waited_for, zmq.POLLIN)
         self._start_workers(addresses.plans)
         self._wait(lambda: registration.is_complete, on_wait=self._wait_longer)
+        registration.close()
         self._tell_all(Join(self._rendezvous() if self._world_size > 1 else None))
         self._wait(lambda: len(self._infos) == self._world_size)
         self._all_ready()
@@ -222,15 +229,32 @@ class RemoteExecutor(Executor):
     def _tell_all(self, message: WorkerRpc | Join) -> None:
         """Encodes it once."""
         if self._registration is not None:
-            frames = self._rpc_codec.encode(message)
-            for route in self._registration.routes.values():
-                self._plans.send_multipart([route, *frames])
+            self._send_to_all(self._rpc_codec.encode(message))
+
+    def _send_to_all(self, frames: list[bytes]) -> None:
+        """Those that can be reached. That a rank cannot is believed if nothing says more about it."""
+        assert self._registration is not None
+        for rank, route in self._registration.routes.items():
+            if not self._reach(route, frames):
+                error = WorkerError(rank, "lost its link to the engine")
+                self._symptom = self._symptom or (error, time.monotonic() + _CAUSE_SECONDS)
+
+    def _reach(self, route: bytes, frames: list[bytes]) -> bool:
+        """Whether somebody is there."""
+        try:
+            self._plans.send_multipart([route, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return False
+        return True
 
     def _wait(
         self, arrived: Callable[[], Any], timeout: float | None = None, on_wait: Callable[[], None] = lambda: None
     ) -> bool:
         """timeout: seconds, after which the result is False. Raises: WorkerError, ConfigError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        checked = time.monotonic()
+        deadline = None if timeout is None else checked + timeout
         self._receive()
         while not arrived():
             self._raise_failure()
@@ -238,6 +262,9 @@ class RemoteExecutor(Executor):
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return False
+            if time.monotonic() > checked + SIGNAL_CHECK_MS / 1000:
+                checked = time.monotonic()
+                self._check_links()
             self._receive(SIGNAL_CHECK_MS if remaining is None else min(SIGNAL_CHECK_MS, int(remaining * 1000 + 0.999)))
         return True
 
@@ -260,7 +287,7 @@ class RemoteExecutor(Executor):
         route, *frames = self._plans.recv_multipart()
         hello, answer = self._registration.answer(route, frames)
         if answer is not None:
-            self._plans.send_multipart([route, *answer])
+            self._reach(route, answer)  # one that is gone already greets again, or its end is seen
         if hello is not None:
             self._welcome(hello)
 
@@ -350,14 +377,12 @@ class _StepFuture:
         return self._output is not None or self._executor.step_done(self._step_id)
 
 
-def _pack_callable(method: str | bytes | Callable[..., Any]) -> tuple[str, bytes | None]:
+def _name_and_bytes(method: str | bytes | Callable[..., Any]) -> tuple[str, bytes | None]:
     if isinstance(method, str):
         return method, None
     if isinstance(method, bytes):
         return "a callable", method
-    import cloudpickle
-
-    return getattr(method, "__qualname__", repr(method)), cloudpickle.dumps(method)
+    return getattr(method, "__qualname__", repr(method)), pack_callable(method)
 
 
 def _to_error(failure: Failure) -> Exception:

@@ -39,6 +39,7 @@ from ..engine_core.messages import (
 from ..engine_core.process import EngineStart
 from ..engine_core.stats import EngineStats
 from ..errors import ConfigError, EngineDeadError, StepaheadError
+from ..worker.callables import pack_callable
 from ..worker.child_process import TERM_PATIENCE, ChildProcess, stop_all
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.sockets import SIGNAL_CHECK_MS, SocketDirectory, open_socket
@@ -141,7 +142,7 @@ class _Connection:
     def call(self, method: str, args: tuple[Any, ...], timeout: float | None) -> Any:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a call from on_message would wait for itself")
-        packed = [_pack_callable(value) for value in args]
+        packed = [pack_callable(value) for value in args]
         require_plain(packed, f"an argument of {method}")
         self._check_owner()
         reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -314,11 +315,3 @@ def _spawn(directory: SocketDirectory) -> ChildProcess:
         return ChildProcess(ENGINE_MAIN, "stepahead-engine-core", None, directory)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _pack_callable(value: Any) -> Any:
-    if not callable(value):
-        return value
-    import cloudpickle
-
-    return cloudpickle.dumps(value)

@@ -168,8 +168,8 @@ class AsyncOutput:
 class WorkerAsyncOutputCopy(threading.Thread):
     """Waits for the outputs of steps in their order, and sends them: in a worker process, the only waiter.
 
-    send: called in this thread alone, which so owns the reply socket. on_start, on_stop: called in it
-    first and last, to open and close that socket. What `send` or a hook raises ends the thread; `error` keeps it.
+    send: called in this thread alone, which owns the reply socket while it lives. What `send` raises ends the thread;
+    `error` keeps it.
     lane: its lane of the trace. tells_tokens: False on ranks other than the output rank: they wait for their steps, and
     report what fails, but their results are everybody's.
     """
@@ -178,8 +178,6 @@ class WorkerAsyncOutputCopy(threading.Thread):
         self,
         send: Callable[[WorkerReply], None],
         rank: int,
-        on_start: Callable[[], None] | None = None,
-        on_stop: Callable[[], None] | None = None,
         lane: Lane | None = None,
         tells_tokens: bool = True,
     ) -> None:
@@ -188,8 +186,6 @@ class WorkerAsyncOutputCopy(threading.Thread):
         self.error: BaseException | None = None
         self._send = send
         self._rank = rank
-        self._on_start = on_start
-        self._on_stop = on_stop
         self._lane = lane or Lane(OUTPUT_COPY)
         self._queue: queue.SimpleQueue[AsyncOutput | WorkerReply | threading.Event | None] = queue.SimpleQueue()
 
@@ -212,24 +208,18 @@ class WorkerAsyncOutputCopy(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self._on_start is not None:
-                self._on_start()
-            try:
-                while (item := self._queue.get()) is not None:
-                    if isinstance(item, threading.Event):
-                        item.set()
-                        continue
-                    self._lane.begin()
-                    reply = self._reply(item)
-                    if self._tells_tokens or not isinstance(reply, StepReply):
-                        self._send(reply)
-                    if isinstance(reply, StepReply):
-                        self._lane.end("push", reply.output.step_id)
-                    # An output holds its step's host buffers: keep none while the queue is empty.
-                    del item
-            finally:
-                if self._on_stop is not None:
-                    self._on_stop()
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
+                self._lane.begin()
+                reply = self._reply(item)
+                if self._tells_tokens or not isinstance(reply, StepReply):
+                    self._send(reply)
+                if isinstance(reply, StepReply):
+                    self._lane.end("push", reply.output.step_id)
+                # An output holds its step's host buffers: keep none while the queue is empty.
+                del item
         except BaseException as error:
             self.error = error
             raise

@@ -1,7 +1,7 @@
 """How a worker and its engine meet, whoever started the worker. Importing this loads no torch.
 
 worker                                engine
-Hello (rank, machine, …)       ───▶   checks it
+Hello (rank, machine, …)       ───▶   checks it; said again whenever the link had to be made anew
                                ◀───   Start (settings, addresses), or Refused (why): the worker then ends
                                ◀───   Join, once every rank has come: where the ranks find each other
 Ready, on the replies' link    ───▶
@@ -19,16 +19,18 @@ from typing import Annotated
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError
 from .addresses import split_tcp
 from .codec import Codec, CodecError
+from .engine_link import EngineLink
 from .link_key import GIVE_UP_WEIGHT, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
-from .sockets import SIGNAL_CHECK_MS, connect
+from .sockets import SIGNAL_CHECK_MS
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of all messages between executor and worker. Both ends must have the same."""
 
 _COUNT_S = 10.0
@@ -134,10 +136,9 @@ def machine_id() -> str:
     return f"unknown {os.urandom(8).hex()}"
 
 
-def register(
-    plans: zmq.Socket[bytes], address: str, place: Place, key: LinkKey | None, rendezvous: str | None
-) -> Start:
-    """Waits until the engine has answered, however long it takes to appear. Connects `plans`, a DEALER.
+def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, rendezvous: str | None) -> Start:
+    """Connects, and waits until an engine has answered, however long it takes to appear. Whoever is at the other end
+    of a new connection is greeted: an engine may end before it has answered, and another one take its address.
 
     Raises: RefusedError.
     """
@@ -151,38 +152,37 @@ def register(
         machine=machine_id(),
         rendezvous=rendezvous,
     )
+    greeting = msgspec.msgpack.encode(hello)
     codec: Codec[Start | Refused] = Codec(Start | Refused)
-    if key is not None:
-        key.present(plans)
-    events = plans.get_monitor_socket()
-    try:
-        connect(plans, address)
-        plans.send(msgspec.msgpack.encode(hello))
-        poller = zmq.Poller()
-        poller.register(plans, zmq.POLLIN)
-        poller.register(events, zmq.POLLIN)
-        failures, counted_since = 0, time.monotonic()
-        while True:
-            ready = dict(poller.poll(SIGNAL_CHECK_MS))
-            if plans in ready:
-                return _accepted(codec, plans.recv_multipart())
+    link.connect(address, key)
+    poller = zmq.Poller()
+    poller.register(link.socket, zmq.POLLIN)
+    poller.register(link.events, zmq.POLLIN)
+    is_up, failures, counted_since = False, 0, time.monotonic()
+    while True:
+        ready = dict(poller.poll(SIGNAL_CHECK_MS))
+        if link.events in ready:  # first: they say whether a message is of the link that is up now
+            event = recv_monitor_message(link.events)["event"]
+            is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if is_up:
+                link.socket.send(greeting)
             if time.monotonic() - counted_since > _COUNT_S:
                 failures, counted_since = 0, time.monotonic()
-            if events in ready:
-                failures += weight_of_failure(events)
+            failures += weight_of_failure(event)
             if failures >= GIVE_UP_WEIGHT:
                 raise RefusedError(explain_refused_link(address, key))
-    finally:
-        plans.disable_monitor()
-        events.close()
+        elif link.socket in ready:
+            frames = link.socket.recv_multipart()
+            if is_up:
+                return _accepted(codec, frames)
 
 
-def await_join(plans: zmq.Socket[bytes]) -> Join | None:
-    """None when the engine ends before all ranks have come."""
-    codec: Codec[Join | Shutdown] = Codec(Join | Shutdown)
+def await_join(link: EngineLink) -> Join | None:
+    """None when the engine ends before all ranks have come. Raises: LinkLostError."""
+    codec: Codec[Join | Shutdown | Start] = Codec(Join | Shutdown | Start)
     while True:
-        if plans.poll(SIGNAL_CHECK_MS):
-            word = codec.decode(plans.recv_multipart())
+        word = codec.decode(link.receive())
+        if not isinstance(word, Start):  # another one answers a greeting whose link broke
             return word if isinstance(word, Join) else None
 
 

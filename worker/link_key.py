@@ -112,14 +112,12 @@ def admit_only(context: zmq.Context[zmq.Socket[bytes]], key: LinkKey) -> ThreadA
     return authenticator
 
 
-def weight_of_failure(events: zmq.Socket[bytes]) -> int:
-    """Takes the next event of a connecting socket's monitor. When the weights add up to GIVE_UP_WEIGHT the other end
-    does not want us. One that hangs up in the middle of a handshake says so less clearly: it may just have ended, or
-    forward a port behind which nobody listens yet."""
+def weight_of_failure(event: int) -> int:
+    """event: of a connecting socket's monitor. When the weights add up to GIVE_UP_WEIGHT the other end does not want
+    us. One that hangs up in the middle of a handshake says so less clearly: it may just have ended, or forward a port
+    behind which nobody listens yet."""
     import zmq
-    from zmq.utils.monitor import recv_monitor_message
 
-    event = recv_monitor_message(events)["event"]
     if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
         return GIVE_UP_WEIGHT
     return 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 0

@@ -18,15 +18,17 @@ import msgspec
 import zmq
 
 from ..config import ResolvedConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, LinkLostError
+from .callables import unpack_callable
 from .codec import Codec, CodecError, require_plain
+from .engine_link import EngineLink
 from .failure import failure
 from .handshake import Join, Listener, Place, Start, await_join, register
 from .heart import start_beating
 from .link_key import LinkKey
 from .logs import log_to_stderr, phase
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
-from .sockets import beside, connect, open_socket
+from .sockets import beside, connect, drop_silent_peer, open_socket
 
 if TYPE_CHECKING:
     from .async_output import WorkerAsyncOutputCopy
@@ -38,6 +40,9 @@ WORKER_CLASS = "stepahead.worker.worker:Worker"
 
 REPLY_LINGER_MS = 2000
 """How long a worker that exits waits for its last reply to be taken."""
+
+_NEVER_MS = 60_000
+"""Long after a worker that has lost its link is gone: another engine at the same address gets none of its replies."""
 
 LEAVE_SECONDS = 5.0
 """How long a worker that was told to end may take."""
@@ -63,18 +68,22 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
     Raises: RefusedError.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    plans = open_socket(context, zmq.DEALER)
+    plans = EngineLink(context)
+    link = _ReplyLink(context)
     end = _EndInAnyCase()
     try:
         start = register(plans, address, place, key, None if listener is None else listener.address)
         log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
-        link = _ReplyLink(context, beside(start.replies, address), start.rank, key, tells_failures=bool(start.health))
         if start.health is not None:
-            health = beside(start.health, address)
-            start_beating(context, health, key, start.rank, start.config.settings.worker_timeout)
+            timeout = start.config.settings.worker_timeout
+            start_beating(context, beside(start.health, address), key, start.rank, timeout)
+            plans.watch(link.socket)
+            drop_silent_peer(link.socket, address, timeout)
+        link.open(beside(start.replies, address), key, start.rank, stands_alone=start.health is not None)
         allow_callables = address.startswith("ipc://") or key is not None
         return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables, end)
     finally:
+        link.close()
         plans.close()
         context.term()  # waits for the last reply to be taken, REPLY_LINGER_MS at most
         end.reached()
@@ -82,7 +91,7 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
 
 def _run(
     start: Start,
-    plans: zmq.Socket[bytes],
+    plans: EngineLink,
     link: _ReplyLink,
     rendezvous: Callable[[Join], Rendezvous | None],
     allow_callables: bool,
@@ -100,23 +109,19 @@ def _run(
         worker = make_worker(start.worker_class, start.config, start.rank, rendezvous(join))
         ready = Ready(worker.info())
     except Exception as error:
-        link.open()
         link.send(failure(start.rank, error))
-        link.close()
         end.begin()
         return 1
     replies = WorkerAsyncOutputCopy(
         link.send,
         start.rank,
-        on_start=link.open,
-        on_stop=link.close,
         lane=worker.copy_lane,
         tells_tokens=start.rank == start.config.settings.output_rank,
     )
     replies.start()
     try:
         replies.put(ready)
-        serve(worker, start.rank, plans, replies, allow_callables)
+        serve(worker, start.rank, plans.receive, replies, allow_callables)
         end.begin()
         worker.shutdown()
     finally:
@@ -156,14 +161,22 @@ class _EndInAnyCase:
 
 
 def serve(
-    worker: Worker, rank: int, plans: zmq.Socket[bytes], replies: WorkerAsyncOutputCopy, allow_callables: bool
+    worker: Worker,
+    rank: int,
+    receive: Callable[[], list[bytes]],
+    replies: WorkerAsyncOutputCopy,
+    allow_callables: bool,
 ) -> None:
-    """Until Shutdown. After a step has failed the batch's state is unknown: further steps are not run."""
+    """Until Shutdown, or receive() raises LinkLostError. After a step has failed the batch's state is unknown: further
+    steps are not run."""
     codec: Codec[WorkerRpc] = Codec(WorkerRpc)
     broken = False
     while True:
         try:
-            rpc = codec.decode(plans.recv_multipart())
+            rpc = codec.decode(receive())
+        except LinkLostError as error:
+            replies.put(failure(rank, error))
+            return
         except CodecError as error:
             logger.error("dropped a message: %s", error)
             continue
@@ -193,9 +206,7 @@ def call_worker(worker: Worker, method: str, args: list[Any], function: bytes | 
     """function: a cloudpickled callable(worker, *args), run instead of `method`."""
     if function is None:
         return getattr(worker, method)(*args)
-    import cloudpickle
-
-    return cloudpickle.loads(function)(worker, *args)
+    return unpack_callable(function)(worker, *args)
 
 
 def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> CallReply | Failure:
@@ -212,44 +223,39 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
 
 
 class _ReplyLink:
-    """The PUSH socket to the executor. Opened, used and closed by one thread.
+    """The PUSH socket to the executor. One thread opens and closes it; another one may send while it lives.
 
-    tells_failures: also on standard error, for whoever started this process and sees no more of it than that.
     has_failed: whether a failure that ends the engine was sent.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        rank: int,
-        key: LinkKey | None,
-        tells_failures: bool,
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.has_failed = False
-        self._context = context
-        self._address = address
-        self._rank = rank
-        self._key = key
-        self._tells_failures = tells_failures
+        self.socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
         self._codec: Codec[WorkerReply] = Codec(WorkerReply)
 
-    def open(self) -> None:
-        self._socket = open_socket(self._context, zmq.PUSH, REPLY_LINGER_MS)
-        if self._key is not None:
-            self._key.present(self._socket)
-        connect(self._socket, self._address)
+    def open(self, address: str, key: LinkKey | None, rank: int, stands_alone: bool) -> None:
+        """stands_alone: the worker is not the executor's child. Whoever started it sees no more of its failures than
+        standard error."""
+        self._rank = rank
+        self._stands_alone = stands_alone
+        if stands_alone:
+            self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        if key is not None:
+            key.present(self.socket)
+        connect(self.socket, address)
 
     def send(self, reply: WorkerReply) -> None:
         if isinstance(reply, Failure) and reply.call_id is None:
             self.has_failed = True
-            if self._tells_failures:
-                logger.error("%s", reply.message if reply.user_error else reply.traceback.rstrip())
+            told = reply.message if reply.user_error else reply.traceback.rstrip()
+            if self._stands_alone and told:
+                logger.error("%s", told)
         try:
             frames = self._codec.encode(reply)
         except TypeError as error:  # an array of a kind that does not travel: a bug of ours, but no silence
             frames = self._codec.encode(failure(self._rank, error))
-        self._socket.send_multipart(frames)
+        self.socket.send_multipart(frames)
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.disable_monitor()
+        self.socket.close()

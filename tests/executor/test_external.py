@@ -12,28 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
 import stepahead
+from external_site import Site, hello, lines, step
 from paper_device import generate_alone, paper_config
 from paper_worker import PaperExternal
-from plans import PROMPT, plan
+from plans import PROMPT
 from process_tools import DEADLINE, nothing_left_behind, wait_until
 from stepahead.errors import ConfigError, WorkerError
-from stepahead.executor.external import ExternalExecutor
-from stepahead.worker.handshake import PROTOCOL, Hello
+from stepahead.worker.handshake import PROTOCOL
 from stepahead.worker.link_key import read_key_file, write_key_file
-from stepahead.worker.messages import Failure
 
 pytestmark = pytest.mark.timeout(60)
-
-LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @pytest.fixture(autouse=True)
@@ -42,91 +37,11 @@ def _nothing_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         yield
 
 
-class Site:
-    """An executor that is being made, its workers, and strangers."""
-
-    def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.processes: list[subprocess.Popen[str]] = []
-        self.links: list[zmq.Socket[bytes]] = []
-        self.address = ""
-        self._pool = ThreadPoolExecutor(1)
-        self._executor: Future[ExternalExecutor] | None = None
-
-    def open(self, address: str = LOOPBACK, **settings: Any) -> str:
-        """Returns where to connect."""
-        config = paper_config(executor="paper_worker:PaperExternal", executor_address=address, **settings)
-        self._executor = self._pool.submit(PaperExternal, config)
-        self.address = PaperExternal.addresses.get(timeout=DEADLINE)
-        return self.address
-
-    def worker(self, rank: int, key_file: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        paths = [str(Path(stepahead.__file__).parent.parent), str(Path(__file__).parents[1] / "helpers")]
-        command = [sys.executable, "-m", "stepahead.worker", "--connect", self.address, "--rank", str(rank)]
-        if key_file is not None:
-            command += ["--key-file", str(key_file)]
-        process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}, cwd="/tmp",
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.processes.append(process)
-        return process
-
-    def executor(self) -> ExternalExecutor:
-        assert self._executor is not None
-        executor = self._executor.result(DEADLINE)
-        executor.initialize_cache(executor.worker_infos()[0].kv_blocks, executor.config.max_model_len)
-        return executor
-
-    def stranger(self, kind: int = zmq.DEALER, address: str = "") -> zmq.Socket[bytes]:
-        link = self.context.socket(kind)
-        self.links.append(link)  # one that is forgotten would wait for ever to be heard
-        link.connect(address or self.address)
-        return link
-
-    def _fail(self) -> None:
-        """An executor that waits for workers ends when one of them has failed."""
-        for rank in range(2):
-            link = self.stranger()
-            link.send(hello(rank=rank, machine="elsewhere", rendezvous="nowhere"))
-            if link.poll(2000):
-                _, *start = msgspec.msgpack.decode(link.recv())
-                if len(start) > 1:
-                    failure = Failure(rank=rank, message="the test is over", traceback="")
-                    self.stranger(zmq.PUSH, start[3]).send(msgspec.msgpack.encode(failure))
-
-    def close(self) -> None:
-        if self._executor is not None:
-            if not self._executor.done():
-                self._fail()
-            error = self._executor.exception(DEADLINE)
-            if error is None:
-                self._executor.result().shutdown()
-        for process in self.processes:
-            process.communicate(timeout=DEADLINE)
-        self.context.destroy(linger=0)
-        self._pool.shutdown()
-
-
 @pytest.fixture
 def site(_nothing_left_behind: None) -> Iterator[Site]:
     place = Site()
     yield place
     place.close()
-
-
-def hello(**fields: Any) -> bytes:
-    known = {"protocol": PROTOCOL, "rank": 0, "local_rank": 0, "local_size": 1, "host": "h", "pid": 1, "machine": "m"}
-    return msgspec.msgpack.encode(Hello(**{**known, **fields}))
-
-
-def lines(caplog: pytest.LogCaptureFixture, pattern: str) -> list[str]:
-    return [message for message in caplog.messages if re.search(pattern, message)]
-
-
-def step(executor: ExternalExecutor, step_id: int) -> int:
-    executor.execute_model(plan(step_id)).result()
-    return int(executor.sample_tokens(None).result().sampled[0, 0])
 
 
 def test_workers_come_in_any_order_work_and_leave_with_the_engine(site: Site, tmp_path: Path) -> None:

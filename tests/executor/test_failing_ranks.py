@@ -82,6 +82,20 @@ def test_an_exception_on_a_rank_that_does_not_answer_surfaces_with_its_traceback
     assert time.monotonic() - began < SOON
 
 
+def test_a_rank_that_is_dead_is_named_as_that_and_not_as_one_that_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = start(monkeypatch, 0, "nowhere", TENSOR)
+    step(executor, 0).result()
+    os.kill(executor.worker_infos()[1].pid, signal.SIGKILL)
+    time.sleep(0.5)
+    executor.execute_model(plan(1))
+    future = executor.sample_tokens(None)  # reaches rank 0 alone, which then waits for the other one
+    with pytest.raises(WorkerError, match="worker rank 1: was killed by SIGKILL"):
+        future.result()
+    executor.shutdown()
+
+
 @pytest.mark.parametrize(
     ("rank", "sizes", "killed_in"), [(0, TENSOR, 0), (1, PIPELINE, 0), (1, TENSOR, 1), (0, PIPELINE, 1)]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -53,18 +53,13 @@ def test_replies_leave_in_the_order_in_which_they_were_put(driver: StepDriver) -
     assert tokens == greedy_tokens(PROMPT, 2)
 
 
-def test_hooks_and_sends_all_run_in_the_one_thread(driver: StepDriver) -> None:
-    sent, where = Sent(), []
-
-    def note() -> None:
-        where.append(threading.current_thread())
-
-    copier = WorkerAsyncOutputCopy(sent, rank=0, on_start=note, on_stop=note)
+def test_all_sends_run_in_the_one_thread(driver: StepDriver) -> None:
+    sent = Sent()
+    copier = WorkerAsyncOutputCopy(sent, rank=0)
     copier.start()
     copier.put(driver.start())
     copier.close()
     assert sent.threads == {copier}
-    assert where == [copier, copier]
 
 
 def test_a_step_that_failed_on_the_device_is_sent_as_a_failure_with_its_traceback(driver: StepDriver) -> None:
@@ -88,10 +83,8 @@ def _raise_os_error(*_: object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("role", ["send", "on_start", "on_stop"])
-def test_what_sending_or_a_hook_raises_ends_the_thread_and_is_kept(role: str) -> None:
-    roles: dict[str, Callable[..., None]] = {"send": Sent(), role: _raise_os_error}
-    copier = WorkerAsyncOutputCopy(roles.pop("send"), 0, **roles)
+def test_what_sending_raises_ends_the_thread_and_is_kept() -> None:
+    copier = WorkerAsyncOutputCopy(_raise_os_error, 0)
     copier.start()
     copier.put(CallReply(1, 0))
     copier.close()

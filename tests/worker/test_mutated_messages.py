@@ -111,7 +111,7 @@ def test_a_worker_goes_on_answering_whatever_comes_over_its_link() -> None:
     worker: Any = PaperWorker(paper_config())
     worker.initialize_cache(64, 512)
     replies: Any = Replies()
-    thread = threading.Thread(target=serve, args=(worker, 0, plans, replies, False))
+    thread = threading.Thread(target=serve, args=(worker, 0, plans.recv_multipart, replies, False))
     thread.start()
     for frames in itertools.chain(one_odd_value("worker plans"), (mutate("worker plans", n) for n in range(400))):
         try:
