@@ -47,7 +47,10 @@ _TERM_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
-_PREFIX = re.compile(r"^@(\d+)@(.*)", re.DOTALL)
+_MARK = "\x1e${local_rank}\x1e"
+"""What torchrun is to put before each piece of a rank's output: nothing that a rank would print."""
+
+_MARKED = re.compile("\x1e(\\d+)\x1e")
 _RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -204,7 +207,7 @@ class Launch:
             "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
             "PYTHONUNBUFFERED": "1",
             **os.environ,
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "@${local_rank}@",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _MARK,
         }
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, "--log-dir", self._folder, "-m",
@@ -217,13 +220,10 @@ class Launch:
         """Each rank's lines, with its name in front. What torchrun itself says about a failure is in their lines too,
         but for the exit code."""
         assert workers.stdout is not None
+        ranks = RankLines(self._plan.first_rank)
         others: list[str] = []
         for line in workers.stdout:
-            text = line.decode(errors="replace")
-            if ours := _PREFIX.match(text):
-                rank = self._plan.first_rank + int(ours.group(1))
-                print(f"[rank {rank}] {ours.group(2).lstrip()}", end="", file=sys.stderr, flush=True)
-                continue
+            text = ranks.take(line.decode(errors="replace"))
             others.append(text)
             if self._failed_code is None and (failed := _RANK_FAILED.search(text)):
                 code, local_rank = int(failed.group(1)), int(failed.group(2))
@@ -231,6 +231,7 @@ class Launch:
                 rank = self._plan.first_rank + local_rank
                 how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
                 print(f"launch: rank {rank} {how}", file=sys.stderr, flush=True)
+        ranks.end()
         if workers.wait() and self._failed_code is None and not self._signals:
             print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
 
@@ -269,6 +270,33 @@ class Launch:
         if code == 0:
             code = self._failed_code or workers.returncode
         return code if code >= 0 else 128 - code
+
+
+class RankLines:
+    """Prints whole lines of the ranks on standard error, each with its rank. torchrun passes on what a rank has written
+    so far, be it half a line, and then a piece of another rank's."""
+
+    def __init__(self, first_rank: int) -> None:
+        self._first_rank = first_rank
+        self._begun: dict[int, str] = {}
+
+    def take(self, text: str) -> str:
+        """Returns: what of it comes from no rank."""
+        others, *pieces = _MARKED.split(text)
+        for local_rank, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
+            begun = self._begun.pop(local_rank, "") + piece
+            if begun.endswith("\n"):
+                self._print(local_rank, begun)
+            else:
+                self._begun[local_rank] = begun
+        return others
+
+    def end(self) -> None:
+        for local_rank, begun in self._begun.items():
+            self._print(local_rank, begun + "\n")
+
+    def _print(self, local_rank: int, line: str) -> None:
+        print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)
 
 
 def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Callable[[], bool]) -> bool:

@@ -21,6 +21,7 @@ import pytest
 import zmq
 
 import stepahead
+from external_workers import start_worker
 from paper_device import generate_alone, paper_config
 from paper_worker import PaperExternal
 from plans import PROMPT, plan
@@ -61,14 +62,7 @@ class Site:
         return self.address
 
     def worker(self, rank: int, key_file: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        paths = [str(Path(stepahead.__file__).parent.parent), str(Path(__file__).parents[1] / "helpers")]
-        command = [sys.executable, "-m", "stepahead.worker", "--connect", self.address, "--rank", str(rank)]
-        if key_file is not None:
-            command += ["--key-file", str(key_file)]
-        process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}, cwd="/tmp",
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = start_worker(self.address, "--rank", str(rank), key_file=key_file, **environment)
         self.processes.append(process)
         return process
 
