@@ -13,8 +13,8 @@ import zmq
 
 from external_workers import start_worker
 from mutations import mutate, one_odd_value
-from paper_device import generate_alone, paper_config
-from paper_worker import PaperExternal
+from paper_device import generate_alone
+from paper_worker import PaperExternal, made_paper_external, open_paper_external
 from plans import PROMPT, plan
 from process_tools import DEADLINE, nothing_left_behind
 from stepahead.worker.codec import Codec, CodecError
@@ -29,12 +29,9 @@ MOST_GROWTH = 32 << 20
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[PaperExternal]:
     with nothing_left_behind(monkeypatch), ThreadPoolExecutor(1) as pool:
-        config = paper_config(executor="paper_worker:PaperExternal", executor_address="tcp://127.0.0.1:0")
-        coming = pool.submit(PaperExternal, config)
-        address = PaperExternal.addresses.get(timeout=DEADLINE)
+        coming, address = open_paper_external(pool)
         worker = start_worker(address, "--rank", "0")
-        made = coming.result(DEADLINE)
-        made.initialize_cache(made.worker_infos()[0].kv_blocks, made.config.max_model_len)
+        made = made_paper_external(coming)
         yield made
         made.shutdown()
         worker.communicate(timeout=DEADLINE)

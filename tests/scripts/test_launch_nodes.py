@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from external_workers import our_path
 from launching import ASK, answer_of_one_process, family_of, launch, workers_of
+from ports import port_below_the_ephemeral
 from process_tools import alive, nothing_left_behind, wait_until
 from stepahead.worker.link_key import write_key_file
 from tiny_models import make_tiny_model
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.timeout(110)
 
 DEADLINE = 60
 LONG = [*ASK, "--max-tokens", "240", "--ignore-eos"]
-_BELOW_EPHEMERAL = range(15_000, 30_000)
-"""Ports that no connection gets by itself, so that one that is free now is free when the engine binds it."""
 
 
 @dataclass
@@ -62,20 +60,9 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path
         yield files
 
 
-def free_port() -> int:
-    for port in random.SystemRandom().sample(_BELOW_EPHEMERAL, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("a hundred ports in use")
-
-
 def start(model: str, sizes: list[str], keys: tuple[Path, Path], command: list[str]) -> Nodes:
     """keys: node 0's and node 1's."""
-    common = [*sizes, "--nnodes", "2", "--head", f"127.0.0.1:{free_port()}"]
+    common = [*sizes, "--nnodes", "2", "--head", f"127.0.0.1:{port_below_the_ephemeral()}"]
     nodes = [[*common, "--key-file", str(key), "--node-rank", str(number)] for number, key in enumerate(keys)]
     other = launch(model, *nodes[1])  # it may well be there before the engine is
     return Nodes(launch(model, *nodes[0], "--", *command), other)
