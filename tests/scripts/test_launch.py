@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -40,6 +41,15 @@ def clean(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", our_path())
     with nothing_left_behind(monkeypatch):
         yield
+
+
+def launch_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("launch_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 @pytest.mark.usefixtures("clean")
@@ -87,15 +97,23 @@ def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_w
     model: str, tmp_path: Path, head: str, bound: str
 ) -> None:
     write_key_file(tmp_path / "key")
-    spec = importlib.util.spec_from_file_location("launch_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = launch_script()
     two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
     plan = script.make_plan(*script._parse(["--model", model, *two]))
     assert f"--executor-address={bound}" in plan.engine
     assert plan.address == f"tcp://{head}"
+
+
+def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = launch_script().RankLines(4)
+    said = ["\x1e0\x1efirst half,\x1e1\x1e  indented\n", "W1130 torchrun\n", "\x1e0\x1e second\n", "\x1e1\x1elast"]
+    assert [lines.take(piece) for piece in said] == ["", "W1130 torchrun\n", "", ""]
+    lines.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "[rank 5]   indented", "[rank 4] first half, second", "[rank 5] last"
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("clean")
