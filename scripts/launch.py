@@ -51,7 +51,13 @@ _MARK = "\x1e${local_rank}\x1e"
 """What torchrun is to put before each piece of a rank's output: nothing that a rank would print."""
 
 _MARKED = re.compile("\x1e(\\d+)\x1e")
-_RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
+_FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+)")
+"""What torchrun says of the first failure that it has seen, and then of each in a table."""
+
+_BEREFT = "PeerLostError: "
+"""A rank says that it fails only because another one did."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -221,19 +227,15 @@ class Launch:
         but for the exit code."""
         assert workers.stdout is not None
         ranks = RankLines(self._plan.first_rank)
-        others: list[str] = []
-        for line in workers.stdout:
-            text = ranks.take(line.decode(errors="replace"))
-            others.append(text)
-            if self._failed_code is None and (failed := _RANK_FAILED.search(text)):
-                code, local_rank = int(failed.group(1)), int(failed.group(2))
-                self._failed_code = code if code >= 0 else 128 - code
-                rank = self._plan.first_rank + local_rank
-                how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-                print(f"launch: rank {rank} {how}", file=sys.stderr, flush=True)
+        others = "".join([ranks.take(line.decode(errors="replace")) for line in workers.stdout])
         ranks.end()
-        if workers.wait() and self._failed_code is None and not self._signals:
-            print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
+        if failure := first_failure(others, ranks.bereft):
+            local_rank, code = failure
+            self._failed_code = code if code >= 0 else 128 - code
+            how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            print(f"launch: rank {self._plan.first_rank + local_rank} {how}", file=sys.stderr, flush=True)
+        elif workers.wait() and not self._signals:
+            print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
 
     def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Passes signals on meanwhile; a second one is not waited for."""
@@ -272,12 +274,28 @@ class Launch:
         return code if code >= 0 else 128 - code
 
 
+def first_failure(said: str, bereft: set[int]) -> tuple[int, int] | None:
+    """said: torchrun's own output. bereft: local ranks that have said to miss another one. Returns: the local rank that
+    failed by itself, and its exit code. torchrun itself looks every now and then, and takes the lowest rank of those
+    that have ended since."""
+    first = _FAILED_FIRST.search(said)
+    if first is None:
+        return None
+    failures = [(int(found["rank"]), int(found["code"])) for found in (first, *_FAILED.finditer(said))]
+    by_themselves = (rank for rank in failures if rank[0] not in bereft and rank[1] != -signal.SIGTERM)
+    return next(by_themselves, failures[0])
+
+
 class RankLines:
     """Prints whole lines of the ranks on standard error, each with its rank. torchrun passes on what a rank has written
-    so far, be it half a line, and then a piece of another rank's."""
+    so far, be it half a line, and then a piece of another rank's.
+
+    bereft: local ranks that have said that another one is gone.
+    """
 
     def __init__(self, first_rank: int) -> None:
         self._first_rank = first_rank
+        self.bereft: set[int] = set()
         self._begun: dict[int, str] = {}
 
     def take(self, text: str) -> str:
@@ -296,6 +314,8 @@ class RankLines:
             self._print(local_rank, begun + "\n")
 
     def _print(self, local_rank: int, line: str) -> None:
+        if _BEREFT in line:
+            self.bereft.add(local_rank)
         print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)
 
 

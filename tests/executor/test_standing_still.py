@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,14 +25,27 @@ pytestmark = pytest.mark.timeout(100)
 
 TIMEOUT, SHORT = 4.0, 1.5
 PROMPTS = [[5], [7, 8, 9], list(range(10, 40))]
-MAX_TOKENS = 200
+MAX_TOKENS = 100
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A model whose run takes some four seconds."""
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with nothing_left_behind(monkeypatch):
-        yield str(make_tiny_model("HashLM", tmp_path, step_ms=20.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose run takes some three seconds."""
+    return str(make_tiny_model("HashLM", tmp_path_factory.mktemp("model"), step_ms=30.0))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of the same model in one process, without the waiting."""
+    quick = make_tiny_model("HashLM", tmp_path_factory.mktemp("quick"))
+    with LLM(str(quick), device="cpu", skip_tokenizer_init=True, executor="uni") as llm:
+        return tokens(llm)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -61,9 +73,7 @@ def engine_core() -> psutil.Process:
 
 
 @pytest.mark.parametrize("who", ["engine", "worker"])
-def test_a_run_goes_on_after_a_process_stood_still_for_a_while(folder: str, who: str) -> None:
-    with LLM(folder, device="cpu", skip_tokenizer_init=True, executor="uni") as llm:
-        alone = tokens(llm)
+def test_a_run_goes_on_after_a_process_stood_still_for_a_while(folder: str, alone: list[list[int]], who: str) -> None:
     with run_of_two_ranks(folder, (0,)) as (_, processes, run):
         stopped = engine_core().pid if who == "engine" else processes[1].pid
         os.kill(stopped, signal.SIGSTOP)
