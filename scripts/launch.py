@@ -174,6 +174,7 @@ class Launch:
         self._engine: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
         self._failed_code: int | None = None
+        self._ends_them = False
 
     def run(self) -> int:
         import psutil
@@ -234,7 +235,7 @@ class Launch:
             self._failed_code = code if code >= 0 else 128 - code
             how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
             print(f"launch: rank {self._plan.first_rank + local_rank} {how}", file=sys.stderr, flush=True)
-        elif workers.wait() and not self._signals:
+        elif workers.wait() and not self._signals and not self._ends_them:
             print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
 
     def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -256,6 +257,7 @@ class Launch:
         _wait_all(processes, patience if len(self._signals) < 2 else 0)
         for process in processes:
             if process.poll() is None:
+                self._ends_them = True
                 process.terminate()
         _wait_all(processes, _TERM_SECONDS)
         for process in processes:

@@ -17,8 +17,9 @@ COMMAND = "import sys; from stepahead.frontend.cli import main; sys.exit(main())
 
 
 def launch(model: str, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
+    """popen: stderr=FILE, say, where it is to be read meanwhile."""
     command = [sys.executable, str(SCRIPT), "--model", model, "--device", "cpu", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
+    return subprocess.Popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen})
 
 
 def answer_of_one_process(model: str, *ask: str) -> str:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,96 +26,130 @@ DEADLINE = 60
 LONG = [*ASK, "--max-tokens", "240", "--ignore-eos"]
 
 
-@dataclass
-class Nodes:
-    """Two launch scripts that are to meet."""
-
-    head: subprocess.Popen[str]
-    other: subprocess.Popen[str]
-
-    def end(self) -> list[str]:
-        """Waits for both. Returns: what they wrote to standard error."""
-        return [node.communicate(timeout=DEADLINE)[1] for node in (self.head, self.other)]
-
-    @property
-    def codes(self) -> list[int]:
-        return [self.head.returncode, self.other.returncode]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("model")))
+    """HashLM: a wrong token anywhere changes all later ones. A run of 240 tokens takes ten seconds."""
+    return str(make_tiny_model("HashLM", tmp_path_factory.mktemp("model"), step_ms=40.0))
+
+
+class Nodes:
+    """Two launch scripts that are to meet. Each has its standard error in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keys = [folder / "key", folder / "other"]
+        for file in self.keys:
+            write_key_file(file)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, model: str, sizes: list[str], command: list[str], keys: tuple[int, int] = (0, 0)) -> None:
+        """keys: node 0's and node 1's."""
+        head = f"127.0.0.1:{port_below_the_ephemeral()}"
+        for node in (0, 1):
+            place = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--head",
+                head,
+                "--key-file",
+                str(self.keys[keys[node]]),
+            ]
+            with open(self._errors(node), "w") as errors:
+                key = ["--key-file", str(self.keys[keys[node]])]
+                asked = [] if node else ["--", *command]
+                self.processes.append(launch(model, *sizes, *place, *key, *asked, stderr=errors))
+
+    def _errors(self, node: int) -> Path:
+        return self.folder / f"errors of node {node}"
+
+    def errors(self, node: int) -> str:
+        return self._errors(node).read_text()
+
+    def end(self) -> list[int]:
+        """Waits for both. Returns: their exit codes."""
+        return [process.wait(DEADLINE) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.communicate(timeout=DEADLINE)
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """Two different ones."""
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")
     monkeypatch.setenv("PYTHONPATH", our_path())
-    files = tmp_path / "key", tmp_path / "other"
-    for file in files:
-        write_key_file(file)
     with nothing_left_behind(monkeypatch):
-        yield files
+        pair = Nodes(tmp_path)
+        try:
+            yield pair
+        finally:
+            pair.close()
 
 
-def start(model: str, sizes: list[str], keys: tuple[Path, Path], command: list[str]) -> Nodes:
-    """keys: node 0's and node 1's."""
-    common = [*sizes, "--nnodes", "2", "--head", f"127.0.0.1:{port_below_the_ephemeral()}"]
-    nodes = [[*common, "--key-file", str(key), "--node-rank", str(number)] for number, key in enumerate(keys)]
-    other = launch(model, *nodes[1])  # it may well be there before the engine is
-    return Nodes(launch(model, *nodes[0], "--", *command), other)
-
-
-def test_two_nodes_give_the_tokens_of_one_process(model: str, keys: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("sizes", [["--tp", "2"], ["--pp", "2"]])
+def test_two_nodes_give_the_tokens_of_one_process(nodes: Nodes, sizes: list[str], tmp_path: Path) -> None:
+    model = str(make_tiny_model("LlamaForCausalLM", tmp_path / "model"))
     ask = [*ASK, "--max-tokens", "12", "--json"]
-    nodes = start(model, ["--tp", "2"], (keys[0], keys[0]), ask)
-    output, errors = nodes.head.communicate(timeout=DEADLINE)
-    others = nodes.other.communicate(timeout=DEADLINE)
-    assert nodes.codes == [0, 0], errors + others[1]
-    assert output.splitlines()[0] == answer_of_one_process(model, *ask).splitlines()[0]
-    assert json.loads(output.splitlines()[0])["token_ids"]
-    assert others[0] == ""
+    nodes.start(model, sizes, ask)
+    outputs = [process.communicate(timeout=DEADLINE)[0] for process in nodes.processes]
+    assert nodes.end() == [0, 0], nodes.errors(0) + nodes.errors(1)
+    answer = json.loads(outputs[0].splitlines()[0])
+    assert answer == json.loads(answer_of_one_process(model, *ask).splitlines()[0])
+    assert len(answer["token_ids"]) == 12
+    assert outputs[1] == ""
 
 
-@pytest.mark.parametrize(("killed", "sizes"), [(1, ["--tp", "2"]), (0, ["--tp", "2"]), (0, ["--pp", "2"])])
+@pytest.mark.parametrize(
+    ("killed", "sizes", "when"),
+    [(1, ["--tp", "2"], "decodes"), (0, ["--pp", "2"], "decodes"), (1, ["--pp", "2"], "starts")],
+)
 def test_a_rank_killed_on_one_node_ends_both(
-    model: str, keys: tuple[Path, Path], killed: int, sizes: list[str]
+    nodes: Nodes, model: str, killed: int, sizes: list[str], when: str
 ) -> None:
-    nodes = start(model, sizes, (keys[0], keys[0]), [*LONG, "--log-level", "info"])
-    ranks = [workers_of(node, 1)[0] for node in (nodes.head, nodes.other)]
-    family = [*family_of(nodes.head), *family_of(nodes.other)]
+    nodes.start(model, sizes, [*LONG, "--log-level", "info"])
+    ranks = [workers_of(process, 1)[0] for process in nodes.processes]
+    family = [pid for process in nodes.processes for pid in family_of(process)]
+    wait_until(lambda: all(f"rank {rank} has come" in nodes.errors(0) for rank in (0, 1)), "both ranks come")
+    if when == "decodes":
+        assert nodes.processes[0].stdout is not None
+        assert nodes.processes[0].stdout.read(1)
     os.kill(ranks[killed], signal.SIGKILL)
-    errors = nodes.end()
-    assert nodes.codes[killed] == 128 + signal.SIGKILL, errors[killed]
-    assert f"launch: rank {killed} was killed by SIGKILL" in errors[killed]
-    assert nodes.codes[1 - killed] > 0, errors[1 - killed]
-    assert f"stepahead: error: the engine died: worker rank {killed}: is gone (pid {ranks[killed]} on" in errors[0]
-    wait_until(lambda: not alive(family), "all that they started gone")
+    codes = nodes.end()
+    assert codes[killed] == 128 + signal.SIGKILL, nodes.errors(killed)
+    assert codes[1 - killed] > 0, nodes.errors(1 - killed)
+    assert f"launch: rank {killed} was killed by SIGKILL" in nodes.errors(killed)
+    told = [line for line in nodes.errors(0).splitlines() if line.startswith("stepahead: error: ")]
+    assert [f"worker rank {killed}: is gone (pid {ranks[killed]} on " in line for line in told] == [True]
+    assert not alive(family)
 
 
-def test_a_node_with_another_key_says_so_and_the_engine_waits_on(model: str, keys: tuple[Path, Path]) -> None:
-    nodes = start(model, ["--tp", "2"], keys, LONG)
-    _, errors = nodes.other.communicate(timeout=DEADLINE)
-    assert nodes.other.returncode == 2, errors
-    (told,) = [line for line in errors.splitlines() if "key" in line]
+def test_a_node_with_another_key_says_so_and_the_engine_waits_on(nodes: Nodes, model: str) -> None:
+    nodes.start(model, ["--tp", "2"], LONG, keys=(0, 1))
+    head, other = nodes.processes
+    assert other.wait(DEADLINE) == 2, nodes.errors(1)
+    (told,) = [line for line in nodes.errors(1).splitlines() if "key" in line]
     assert told.startswith("[rank 1] stepahead worker: error: tcp://127.0.0.1:")
     assert told.endswith("does not take our key: do both ends have the same key file, or none?")
-    assert "Traceback" not in errors
-    assert nodes.head.poll() is None
-    nodes.head.terminate()
-    _, errors = nodes.head.communicate(timeout=DEADLINE)
-    assert nodes.head.returncode == 128 + signal.SIGTERM, errors
-    assert errors.count("link: refused") == 1
+    assert "Traceback" not in nodes.errors(1)
+    wait_until(lambda: "link: refused" in nodes.errors(0), "a line of the engine's about it")
+    assert head.poll() is None
+    head.terminate()
+    assert head.wait(DEADLINE) == 128 + signal.SIGTERM, nodes.errors(0)
+    assert nodes.errors(0).count("link: refused") == 1
 
 
-def test_a_head_port_in_use_is_refused_in_a_line(model: str, keys: tuple[Path, Path]) -> None:
+def test_a_head_port_in_use_is_refused_in_a_line(nodes: Nodes, model: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         head = f"127.0.0.1:{taken.getsockname()[1]}"
-        node = launch(model, "--tp", "2", "--nnodes", "2", "--head", head, "--key-file", str(keys[0]), "--", *LONG)
+        place = ["--nnodes", "2", "--head", head, "--key-file", str(nodes.keys[0])]
+        node = launch(model, "--tp", "2", *place, "--", *LONG)
         _, errors = node.communicate(timeout=DEADLINE)
     assert node.returncode == 2, errors
-    assert errors.splitlines() == [
-        f"stepahead: error: executor_address='tcp://*:{head.rpartition(':')[2]}' cannot be bound: "
-        "Address already in use"
-    ]
+    (told,) = errors.splitlines()
+    port = head.rpartition(":")[2]
+    assert told.startswith(
+        f"stepahead: error: executor_address='tcp://*:{port}' cannot be bound: Address already in use"
+    )
