@@ -55,8 +55,8 @@ _FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?
 _FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+)")
 """What torchrun says of the first failure that it has seen, and then of each in a table."""
 
-_BEREFT = "PeerLostError: "
-"""A rank says that it fails only because another one did."""
+_RAISED, _BEREFT = "Traceback (most recent call last):", "PeerLostError: "
+"""The second: a rank says that it fails only because another one did."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -230,7 +230,7 @@ class Launch:
         ranks = RankLines(self._plan.first_rank)
         others = "".join([ranks.take(line.decode(errors="replace")) for line in workers.stdout])
         ranks.end()
-        if failure := first_failure(others, ranks.bereft):
+        if failure := first_failure(others, ranks.raised, ranks.bereft):
             local_rank, code = failure
             self._failed_code = code if code >= 0 else 128 - code
             how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
@@ -276,27 +276,32 @@ class Launch:
         return code if code >= 0 else 128 - code
 
 
-def first_failure(said: str, bereft: set[int]) -> tuple[int, int] | None:
-    """said: torchrun's own output. bereft: local ranks that have said to miss another one. Returns: the local rank that
-    failed by itself, and its exit code. torchrun itself looks every now and then, and takes the lowest rank of those
-    that have ended since."""
+def first_failure(said: str, raised: set[int], bereft: set[int]) -> tuple[int, int] | None:
+    """said: torchrun's own output. raised, bereft: see RankLines. Returns: the local rank that failed by itself, and its
+    exit code. torchrun only looks now and then, takes the lowest rank of those that have ended since, and stops the
+    others, be they in the middle of their own end."""
     first = _FAILED_FIRST.search(said)
     if first is None:
         return None
     failures = [(int(found["rank"]), int(found["code"])) for found in (first, *_FAILED.finditer(said))]
-    by_themselves = (rank for rank in failures if rank[0] not in bereft and rank[1] != -signal.SIGTERM)
-    return next(by_themselves, failures[0])
+    rank, code = failures[0]
+    for other, other_code in failures if rank in bereft else []:
+        was_stopped = other_code == -signal.SIGTERM
+        if other not in bereft and (other in raised or not was_stopped):
+            return other, code if was_stopped else other_code
+    return rank, code
 
 
 class RankLines:
     """Prints whole lines of the ranks on standard error, each with its rank. torchrun passes on what a rank has written
     so far, be it half a line, and then a piece of another rank's.
 
-    bereft: local ranks that have said that another one is gone.
+    raised: local ranks that have shown a traceback. bereft: those that have said that another one is gone.
     """
 
     def __init__(self, first_rank: int) -> None:
         self._first_rank = first_rank
+        self.raised: set[int] = set()
         self.bereft: set[int] = set()
         self._begun: dict[int, str] = {}
 
@@ -316,7 +321,9 @@ class RankLines:
             self._print(local_rank, begun + "\n")
 
     def _print(self, local_rank: int, line: str) -> None:
-        if _BEREFT in line:
+        if _RAISED in line:
+            self.raised.add(local_rank)
+        elif _BEREFT in line:
             self.bereft.add(local_rank)
         print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)
 

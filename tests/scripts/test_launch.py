@@ -132,20 +132,23 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize(
-    ("first", "codes", "bereft", "failure"),
+    ("first", "codes", "raised", "bereft", "failure"),
     [
-        (0, (1, 1), {0}, (1, 1)),
-        (0, (1, 1), {0, 1}, (0, 1)),
-        (0, (1, -15), {0}, (0, 1)),
-        (1, (-15, -9), set(), (1, -9)),
-        (1, (1, 7), {0}, (1, 7)),
+        (0, (1, 1), {0, 1}, {0}, (1, 1)),
+        (0, (1, -9), {0}, {0}, (1, -9)),
+        (0, (1, 1), {0, 1}, {0, 1}, (0, 1)),
+        (0, (1, -15), {0}, {0}, (0, 1)),
+        (0, (1, -15), {0, 1}, {0}, (1, 1)),
+        (1, (-15, -9), set(), set(), (1, -9)),
+        (1, (1, 7), {0}, {0}, (1, 7)),
     ],
 )
 def test_of_ranks_that_fail_at_once_the_one_that_misses_no_other_is_named(
-    first: int, codes: tuple[int, int], bereft: set[int], failure: tuple[int, int]
+    first: int, codes: tuple[int, int], raised: set[int], bereft: set[int], failure: tuple[int, int]
 ) -> None:
     """codes: of ranks 0 and 1."""
-    assert launch_script().first_failure(TORCHRUN.format(codes[first], first, codes[1], codes[0]), bereft) == failure
+    said = TORCHRUN.format(codes[first], first, codes[1], codes[0])
+    assert launch_script().first_failure(said, raised, bereft) == failure
 
 
 @pytest.mark.usefixtures("clean")
