@@ -277,9 +277,9 @@ class Launch:
 
 
 def first_failure(said: str, raised: set[int], bereft: set[int]) -> tuple[int, int] | None:
-    """said: torchrun's own output. raised, bereft: see RankLines. Returns: the local rank that failed by itself, and its
-    exit code. torchrun only looks now and then, takes the lowest rank of those that have ended since, and stops the
-    others, be they in the middle of their own end."""
+    """said: torchrun's own output. raised, bereft: see RankLines. Returns: the local rank that failed by itself, and
+    its exit code. torchrun only looks now and then, takes the lowest rank of those that have ended since, and stops
+    the others, be they in the middle of their own end."""
     first = _FAILED_FIRST.search(said)
     if first is None:
         return None
