@@ -9,6 +9,7 @@ With the mp executor this process never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import signal
@@ -132,16 +133,14 @@ def run_busy_loop(
         busy = engine.has_work()
         if not busy:
             engine.idle()
-        try:
+        item = None
+        with contextlib.suppress(queue.Empty):
             item = inbox.get(block=not busy, timeout=SIGNAL_CHECK_MS / 1000)
-        except queue.Empty:
-            if not busy:
-                continue
-            outputs = engine.step()
+        if item is None:  # not inside a handler: the engine's errors have nothing to do with an empty queue
+            outputs = engine.step() if busy else None
             if outputs is not None:
                 send(outputs)
-            continue
-        if isinstance(item, AddRequest):
+        elif isinstance(item, AddRequest):
             refusal = engine.add_request(item.request)
             if refusal is not None:
                 send(OutputBatch.of_finished([refusal]))

@@ -47,8 +47,17 @@ _TERM_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
-_PREFIX = re.compile(r"^@(\d+)@(.*)", re.DOTALL)
-_RANK_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_MARK = "\x1e${local_rank}\x1e"
+"""What torchrun is to put before each piece of a rank's output: nothing that a rank would print."""
+
+_MARKED = re.compile("\x1e(\\d+)\x1e")
+_FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
+_FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+)")
+"""What torchrun says of the first failure that it has seen, and then of each in a table."""
+
+_RAISED, _BEREFT = "Traceback (most recent call last):", "PeerLostError: "
+"""The second: a rank says that it fails only because another one did."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -165,6 +174,7 @@ class Launch:
         self._engine: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
         self._failed_code: int | None = None
+        self._ends_them = False
 
     def run(self) -> int:
         import psutil
@@ -204,7 +214,7 @@ class Launch:
             "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
             "PYTHONUNBUFFERED": "1",
             **os.environ,
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "@${local_rank}@",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _MARK,
         }
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, "--log-dir", self._folder, "-m",
@@ -217,22 +227,16 @@ class Launch:
         """Each rank's lines, with its name in front. What torchrun itself says about a failure is in their lines too,
         but for the exit code."""
         assert workers.stdout is not None
-        others: list[str] = []
-        for line in workers.stdout:
-            text = line.decode(errors="replace")
-            if ours := _PREFIX.match(text):
-                rank = self._plan.first_rank + int(ours.group(1))
-                print(f"[rank {rank}] {ours.group(2).lstrip()}", end="", file=sys.stderr, flush=True)
-                continue
-            others.append(text)
-            if self._failed_code is None and (failed := _RANK_FAILED.search(text)):
-                code, local_rank = int(failed.group(1)), int(failed.group(2))
-                self._failed_code = code if code >= 0 else 128 - code
-                rank = self._plan.first_rank + local_rank
-                how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-                print(f"launch: rank {rank} {how}", file=sys.stderr, flush=True)
-        if workers.wait() and self._failed_code is None and not self._signals:
-            print("".join(f"[torchrun] {text}" for text in others), end="", file=sys.stderr, flush=True)
+        ranks = RankLines(self._plan.first_rank)
+        others = "".join([ranks.take(line.decode(errors="replace")) for line in workers.stdout])
+        ranks.end()
+        if failure := first_failure(others, ranks.raised, ranks.bereft):
+            local_rank, code = failure
+            self._failed_code = code if code >= 0 else 128 - code
+            how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            print(f"launch: rank {self._plan.first_rank + local_rank} {how}", file=sys.stderr, flush=True)
+        elif workers.wait() and not self._signals and not self._ends_them:
+            print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
 
     def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Passes signals on meanwhile; a second one is not waited for."""
@@ -253,6 +257,7 @@ class Launch:
         _wait_all(processes, patience if len(self._signals) < 2 else 0)
         for process in processes:
             if process.poll() is None:
+                self._ends_them = True
                 process.terminate()
         _wait_all(processes, _TERM_SECONDS)
         for process in processes:
@@ -269,6 +274,58 @@ class Launch:
         if code == 0:
             code = self._failed_code or workers.returncode
         return code if code >= 0 else 128 - code
+
+
+def first_failure(said: str, raised: set[int], bereft: set[int]) -> tuple[int, int] | None:
+    """said: torchrun's own output. raised, bereft: see RankLines. Returns: the local rank that failed by itself, and
+    its exit code. torchrun only looks now and then, takes the lowest rank of those that have ended since, and stops
+    the others, be they in the middle of their own end."""
+    first = _FAILED_FIRST.search(said)
+    if first is None:
+        return None
+    failures = [(int(found["rank"]), int(found["code"])) for found in (first, *_FAILED.finditer(said))]
+    rank, code = failures[0]
+    for other, other_code in failures if rank in bereft else []:
+        was_stopped = other_code == -signal.SIGTERM
+        if other not in bereft and (other in raised or not was_stopped):
+            return other, code if was_stopped else other_code
+    return rank, code
+
+
+class RankLines:
+    """Prints whole lines of the ranks on standard error, each with its rank. torchrun passes on what a rank has written
+    so far, be it half a line, and then a piece of another rank's.
+
+    raised: local ranks that have shown a traceback. bereft: those that have said that another one is gone.
+    """
+
+    def __init__(self, first_rank: int) -> None:
+        self._first_rank = first_rank
+        self.raised: set[int] = set()
+        self.bereft: set[int] = set()
+        self._begun: dict[int, str] = {}
+
+    def take(self, text: str) -> str:
+        """Returns: what of it comes from no rank."""
+        others, *pieces = _MARKED.split(text)
+        for local_rank, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
+            begun = self._begun.pop(local_rank, "") + piece
+            if begun.endswith("\n"):
+                self._print(local_rank, begun)
+            else:
+                self._begun[local_rank] = begun
+        return others
+
+    def end(self) -> None:
+        for local_rank, begun in self._begun.items():
+            self._print(local_rank, begun + "\n")
+
+    def _print(self, local_rank: int, line: str) -> None:
+        if _RAISED in line:
+            self.raised.add(local_rank)
+        elif _BEREFT in line:
+            self.bereft.add(local_rank)
+        print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)
 
 
 def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Callable[[], bool]) -> bool:

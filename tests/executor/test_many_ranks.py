@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conversation import Story, play
+from external_workers import workers
 from oracle import token_ids
 from process_tools import nothing_left_behind
 from stepahead import LLM, ConfigError, SamplingParams
@@ -47,19 +49,46 @@ SIZES = {(2, 1): TWO, (3, 1): THREE, (1, 2): ONE_KV_HEAD, (1, 3): THREE, (2, 2):
 """(tensor, stages), and a shape they can divide: KV heads are split or, when there is only one, held by each rank."""
 
 
+def model_for(architecture: str, tensor: int, stages: int, folder: Path) -> Path:
+    own = {"LlamaForCausalLM": {"tie_word_embeddings": True}, "MistralForCausalLM": {"sliding_window": 24}}
+    fields = {} if architecture == "HashLM" else {**SIZES[tensor, stages], **own.get(architecture, {})}
+    return make_tiny_model(architecture, folder, **fields)
+
+
 @pytest.mark.parametrize(("tensor", "stages"), SIZES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_many_ranks_give_the_tokens_of_one(
     architecture: str, tensor: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = ARCHITECTURES.index(architecture) + list(SIZES).index((tensor, stages))
-    own = {"LlamaForCausalLM": {"tie_word_embeddings": True}, "MistralForCausalLM": {"sliding_window": 24}}
-    fields = {} if architecture == "HashLM" else {**SIZES[tensor, stages], **own.get(architecture, {})}
-    folder = make_tiny_model(architecture, tmp_path, **fields)
+    folder = model_for(architecture, tensor, stages, tmp_path)
     alone = tokens(folder, executor="uni")
     with nothing_left_behind(monkeypatch):
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
         assert tokens(folder, async_scheduling=number % 2 == 0, **sizes) == alone
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "stages", "async_scheduling"),
+    [
+        ("Qwen3ForCausalLM", 2, 1, True),
+        ("MistralForCausalLM", 3, 1, False),
+        ("HashLM", 1, 2, False),
+        ("Qwen2ForCausalLM", 1, 3, True),
+        ("LlamaForCausalLM", 2, 2, True),
+    ],
+)
+def test_ranks_that_others_started_give_the_tokens_of_one(
+    architecture: str, tensor: int, stages: int, async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run what an engine's own do: each size once, each architecture once."""
+    folder = model_for(architecture, tensor, stages, tmp_path)
+    alone = tokens(folder, executor="uni")
+    with nothing_left_behind(monkeypatch), tempfile.TemporaryDirectory() as private:
+        links = {"executor": "external", "executor_address": f"ipc://{private}/plans"}
+        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        with workers(links["executor_address"], tensor * stages):
+            assert tokens(folder, async_scheduling=async_scheduling, **links, **sizes) == alone
 
 
 def engine(executor: Any, **chosen: Any) -> EngineCore:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import zmq
 
-import stepahead
+from external_workers import start_worker
 from mutations import mutate, one_odd_value
-from paper_device import generate_alone, paper_config
-from paper_worker import PaperExternal
+from paper_device import generate_alone
+from paper_worker import PaperExternal, made_paper_external, open_paper_external
 from plans import PROMPT, plan
 from process_tools import DEADLINE, nothing_left_behind
 from stepahead.worker.codec import Codec, CodecError
@@ -33,19 +29,12 @@ MOST_GROWTH = 32 << 20
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[PaperExternal]:
     with nothing_left_behind(monkeypatch), ThreadPoolExecutor(1) as pool:
-        config = paper_config(executor="paper_worker:PaperExternal", executor_address="tcp://127.0.0.1:0")
-        coming = pool.submit(PaperExternal, config)
-        address = PaperExternal.addresses.get(timeout=DEADLINE)
-        paths = [str(Path(stepahead.__file__).parent.parent), str(Path(__file__).parents[1] / "helpers")]
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "stepahead.worker", "--connect", address, "--rank", "0"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, cwd="/tmp",
-        )  # fmt: skip
-        made = coming.result(DEADLINE)
-        made.initialize_cache(made.worker_infos()[0].kv_blocks, made.config.max_model_len)
+        coming, address = open_paper_external(pool)
+        worker = start_worker(address, "--rank", "0")
+        made = made_paper_external(coming)
         yield made
         made.shutdown()
-        worker.wait(DEADLINE)
+        worker.communicate(timeout=DEADLINE)
 
 
 def messages(kind: str) -> Iterator[list[bytes]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-import stepahead
+from external_workers import start_worker
 from paper_device import paper_config
 from paper_worker import PaperExternal
 from plans import plan
@@ -50,14 +48,7 @@ class Site:
         self, rank: int, key_file: Path | None = None, address: str = "", **environment: str
     ) -> subprocess.Popen[str]:
         """address: where else it is to connect."""
-        paths = [str(Path(stepahead.__file__).parent.parent), str(Path(__file__).parent)]
-        command = [sys.executable, "-m", "stepahead.worker", "--connect", address or self.address, "--rank", str(rank)]
-        if key_file is not None:
-            command += ["--key-file", str(key_file)]
-        process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}, cwd="/tmp",
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = start_worker(address or self.address, "--rank", str(rank), key_file=key_file, **environment)
         self.processes.append(process)
         return process
 

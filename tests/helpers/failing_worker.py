@@ -9,6 +9,7 @@ from typing import Any
 
 import stepahead.worker.worker
 from stepahead.config import ResolvedConfig
+from stepahead.executor.external import ExternalExecutor
 from stepahead.executor.multiproc import MultiprocExecutor
 from stepahead.worker.messages import Rendezvous, StepPlan
 from stepahead.worker.worker import Worker
@@ -22,8 +23,8 @@ def _boom(*_: Any) -> None:
 
 
 class FailingWorker(Worker):
-    """killed-joining, killed-loaded: a SIGKILL at start-up. raises-loading: once it has joined the others. raises,
-    raises-on-device: in step 1. stuck-N: its device stands still from step N on, so that the other ranks wait."""
+    """killed-joining, killed-loaded: a SIGKILL at start-up. raises-loading: once it has joined the others. exits-N,
+    raises, raises-on-device: in step 1. stuck-N: its device stands still from step N on, and the other ranks wait."""
 
     def __init__(self, config: ResolvedConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         failing, _, self._where = os.environ[VARIABLE].partition(":")
@@ -44,11 +45,18 @@ class FailingWorker(Worker):
             raise ZeroDivisionError("planted")
         if self._fails and plan.step_id == 1 and self._where == "raises-on-device":
             self._device.launch(_boom)
+        if self._fails and plan.step_id == 1 and self._where.startswith("exits-"):
+            os._exit(int(self._where.removeprefix("exits-")))
         if self._fails and self._where == f"stuck-{plan.step_id}":
             self._device.launch(lambda: time.sleep(60))
         super().execute_model(plan)
 
 
 class FailingMultiproc(MultiprocExecutor):
+    def __init__(self, config: ResolvedConfig) -> None:
+        super().__init__(config, "failing_worker:FailingWorker")
+
+
+class FailingExternal(ExternalExecutor):
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__(config, "failing_worker:FailingWorker")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -163,6 +164,19 @@ class PaperExternal(ExternalExecutor):
     def _start_workers(self, address: str) -> None:
         super()._start_workers(address)
         self.addresses.put(address)
+
+
+def open_paper_external(pool: ThreadPoolExecutor, **settings: Any) -> tuple[Future[PaperExternal], str]:
+    """An executor that is being made until its workers have come, and where they are to connect."""
+    future = pool.submit(PaperExternal, paper_config(executor="paper_worker:PaperExternal", **settings))
+    return future, PaperExternal.addresses.get(timeout=15)
+
+
+def made_paper_external(future: Future[PaperExternal]) -> PaperExternal:
+    """Waits for it. Ready to run plans."""
+    executor = future.result(timeout=15)
+    executor.initialize_cache(executor.worker_infos()[0].kv_blocks, executor.config.max_model_len)
+    return executor
 
 
 class PaperUni(UniProcExecutor):

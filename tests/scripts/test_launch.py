@@ -5,28 +5,30 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import psutil
 import pytest
 
 import stepahead
+from external_workers import our_path
+from failing_worker import VARIABLE
+from launching import ASK, SCRIPT, answer_of_one_process, family_of, launch, workers_of
 from process_tools import alive, nothing_left_behind, wait_until
 from stepahead.worker.link_key import write_key_file
 from tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(110)
 
-ROOT = Path(__file__).parents[2]
+ROOT = SCRIPT.parents[1]
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
-ASK = ["--skip-tokenizer-init", "--prompt-token-ids", "5,6,7", "--temperature", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +39,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def clean(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")
-    monkeypatch.setenv("PYTHONPATH", str(Path(stepahead.__file__).parent.parent))
+    monkeypatch.setenv("PYTHONPATH", our_path())
     with nothing_left_behind(monkeypatch):
         yield
 
 
-def launch(model: str, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--model", model, "--device", "cpu", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
-
-
-def workers_of(process: subprocess.Popen[str], count: int) -> list[int]:
-    def found() -> list[int]:
-        children = psutil.Process(process.pid).children(recursive=True)
-        return [
-            c.pid for c in children if "stepahead.worker" in c.cmdline() and "torch.distributed.run" not in c.cmdline()
-        ]
-
-    deadline = time.monotonic() + 40
-    while len(pids := found()) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return pids
+def launch_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("launch_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 @pytest.mark.usefixtures("clean")
@@ -69,11 +61,8 @@ def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(model: s
     output, errors = launched.communicate(timeout=90)
     assert launched.returncode == 0, errors
     assert "[rank 2] " in errors or "[rank 1] " in errors or "rank 2 has come" in errors
-    code = "import sys; from stepahead.frontend.cli import main; sys.exit(main())"
-    alone = [sys.executable, "-c", code, "generate", "--model", model, "--device", "cpu", "--executor", "uni", *ask]
-    expected = subprocess.run(alone, check=True, capture_output=True, text=True, cwd="/tmp").stdout
     answer, _ = (json.loads(line) for line in output.splitlines())
-    assert answer == json.loads(expected.splitlines()[0])
+    assert answer == json.loads(answer_of_one_process(model, *ask).splitlines()[0])
     assert not key.exists()
 
 
@@ -109,15 +98,57 @@ def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_w
     model: str, tmp_path: Path, head: str, bound: str
 ) -> None:
     write_key_file(tmp_path / "key")
-    spec = importlib.util.spec_from_file_location("launch_script", ROOT / "scripts" / "launch.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = launch_script()
     two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
     plan = script.make_plan(*script._parse(["--model", model, *two]))
     assert f"--executor-address={bound}" in plan.engine
     assert plan.address == f"tcp://{head}"
+
+
+def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = launch_script().RankLines(4)
+    said = ["\x1e0\x1efirst half,\x1e1\x1e  indented\n", "W1130 torchrun\n", "\x1e0\x1e second\n", "\x1e1\x1elast"]
+    assert [lines.take(piece) for piece in said] == ["", "W1130 torchrun\n", "", ""]
+    lines.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "[rank 5]   indented", "[rank 4] first half, second", "[rank 5] last"
+    ]  # fmt: skip
+
+
+TORCHRUN = """E1129 23:31:36.912000 6450 api.py:1003] failed (exitcode: {}) local_rank: {} (pid: 6487) of binary: python
+stepahead.worker FAILED
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {} (pid: 6488)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : {} (pid: 6487)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "raised", "bereft", "failure"),
+    [
+        (0, (1, 1), {0, 1}, {0}, (1, 1)),
+        (0, (1, -9), {0}, {0}, (1, -9)),
+        (0, (1, 1), {0, 1}, {0, 1}, (0, 1)),
+        (0, (1, -15), {0}, {0}, (0, 1)),
+        (0, (1, -15), {0, 1}, {0}, (1, 1)),
+        (1, (-15, -9), set(), set(), (1, -9)),
+        (1, (1, 7), {0}, {0}, (1, 7)),
+    ],
+)
+def test_of_ranks_that_fail_at_once_the_one_that_misses_no_other_is_named(
+    first: int, codes: tuple[int, int], raised: set[int], bereft: set[int], failure: tuple[int, int]
+) -> None:
+    """codes: of ranks 0 and 1."""
+    said = TORCHRUN.format(codes[first], first, codes[1], codes[0])
+    assert launch_script().first_failure(said, raised, bereft) == failure
 
 
 @pytest.mark.usefixtures("clean")
@@ -127,6 +158,32 @@ def test_a_killed_rank_ends_all_with_its_exit_code(model: str) -> None:
     _, errors = launched.communicate(timeout=60)
     assert launched.returncode == 128 + signal.SIGKILL, errors
     assert "was killed by SIGKILL" in errors
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(("where", "code", "sizes"), [
+    ("raises", 1, ["--tp", "3"]), ("raises-loading", 1, ["--pp", "2"]), ("exits-7", 7, ["--pp", "2"]),
+])  # fmt: skip
+def test_a_rank_that_fails_is_named_with_its_traceback_and_gives_the_exit_code(
+    model: str, where: str, code: int, sizes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"1:{where}")
+    ask = [*ASK, "--max-tokens", "240", "--ignore-eos", "--json", "--executor", "failing_worker:FailingExternal"]
+    launched = launch(model, *sizes, "--", *ask)
+    ranks = workers_of(launched, int(sizes[1]))
+    family = family_of(launched)
+    output, errors = launched.communicate(timeout=90)
+    assert launched.returncode == code, errors
+    assert output == ""
+    assert errors.count(f"launch: rank 1 exited with code {code}\n") == 1
+    if where != "exits-7":
+        told = [line.removeprefix("[rank 1] ") for line in errors.splitlines() if line.startswith("[rank 1] ")]
+        assert any(line.endswith("Traceback (most recent call last):") for line in told)
+        assert any(line.startswith('  File "') and "failing_worker.py" in line for line in told)
+        assert any(line.startswith("ZeroDivisionError: planted") for line in told)
+        assert "worker rank 1: ZeroDivisionError: planted" in errors
+    assert all(line.startswith("[rank ") for line in errors.splitlines() if re.search(r"\[worker \d", line))
+    assert not alive([*ranks, *family])
 
 
 @pytest.mark.usefixtures("clean")
@@ -147,11 +204,13 @@ def test_no_rank_outlives_a_killed_torchrun_where_no_engine_is(model: str) -> No
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
 def test_a_signal_ends_everything(model: str, sent: signal.Signals, code: int) -> None:
     launched = launch(model, "--pp", "2", "--", *ASK, "--max-tokens", "240", "--ignore-eos")
     workers_of(launched, 2)
-    family = [child.pid for child in psutil.Process(launched.pid).children(recursive=True)]
+    family = family_of(launched)
     os.kill(launched.pid, sent)
     assert launched.wait(40) == code
     wait_until(lambda: not alive(family), "all that it started gone")
