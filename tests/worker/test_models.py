@@ -148,7 +148,7 @@ def test_reduced_precision_stays_near_float32(tmp_path: Path, dtype: str) -> Non
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     folder = make_tiny_model("LlamaForCausalLM", tmp_path, tie_word_embeddings=True)
     model: Any = load(folder)
-    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.lm_head.packed is model.embed_tokens.weight
     assert not model.embed_tokens.weight.requires_grad
 
 
