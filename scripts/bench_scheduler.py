@@ -5,7 +5,8 @@ The real scheduler without a worker: prefix caching on, blocks of 16 tokens, pro
 steps in flight. "schedule" includes encoding the StepPlan for the workers, "update" encoding the outputs for the
 front end. In the churn columns 5 % of the requests finish in each step and are replaced by new ones, whose arrival is
 counted in "schedule". Also the front end's cost per token: detokenizing, looking for stop strings, output objects.
-Prints one JSON document last.
+With --peer-python, vLLM's scheduler does the same steady decode in turn, without encoding anything; a ratio is its time
+over ours. Prints one JSON document last.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
@@ -36,14 +39,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--peer-python", help="an interpreter that has vLLM")
+    parser.add_argument("--peer-model", help="for it, a folder in Hugging Face's layout; only its config is read")
     parser.add_argument("--json", action="store_true", help="print only the JSON document")
     args = parser.parse_args()
+    if args.peer_python and not args.peer_model:
+        parser.error("--peer-python needs --peer-model")
     results = []
     for running in args.running:
         steady = measure(running, args.steps, churn=False)
         churn = measure(running, args.steps, churn=True)
         row = {"running": running, "schedule_us": steady[0], "update_us": steady[1]}
         row |= {"churn_schedule_us": churn[0], "churn_update_us": churn[1]}
+        if args.peer_python:
+            row |= beside_peer(running, sum(steady), args.peer_python, args.peer_model)
         results.append(row)
         if not args.json:
             print(row)
@@ -53,6 +62,15 @@ def main() -> None:
         "frontend": {"running": 256, "us_per_token": frontend_us_per_token(256, args.steps)},
     }
     print(json.dumps(document))
+
+
+def beside_peer(running: int, ours_us: float, python: str, model: str) -> dict[str, float]:
+    script = Path(__file__).with_name("bench_scheduler_peer.py")
+    command = [python, str(script), model, str(running)]
+    (peer,) = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    theirs_us = peer["schedule_us"] + peer["update_us"]
+    schedule, update = peer["schedule_us"], peer["update_us"]
+    return {"peer_schedule_us": schedule, "peer_update_us": update, "ratio": round(theirs_us / ours_us, 1)}
 
 
 def measure(running: int, steps: int, churn: bool) -> tuple[float, float]:

@@ -9,7 +9,8 @@ meets all of them. Prompts are the same token ids for each, outputs are greedy a
   tok_s       the prompts were seen before, and the prefix caches hold them: decode
   cold_tok_s  prompts nobody has seen: prefill and decode
 
-Runs are a moment apart, so that no engine is still busy when the next one's turn comes. Each figure is the best of
+Runs are a moment apart, so that no engine is still busy when the next one's turn comes, and each follows a few
+tokens that do not count: in a virtual machine memory that has rested is slow at first. Each figure is the best of
 --repeats, output tokens over the time from the first request's submission to the last token. A
 ratio is ours over the peer's; transformers has no prefix cache, so both of its ratios compare cold runs. TTFT and ITL
 are ours, of cold runs, streamed. Progress goes to stderr; --json prints one JSON document last.
@@ -34,6 +35,9 @@ PEERS = ("vllm", "transformers")
 MAX_NUM_SEQS = 64
 SETTLE_SECONDS = 1.5
 """Between two runs: a worker of vLLM's spins for a second after its last token, which would count against the next."""
+_ROUSING = {"batch": 1, "length": 16, "salt": 1 << 20}
+_ROUSING_TOKENS = 8
+"""Before each run: on a virtual machine 256 MB took 600 ms to read after two seconds of rest, and 45 ms after that."""
 _READY = "bench-reply:"
 """Begins the lines of an engine's process that are meant for us."""
 
@@ -224,6 +228,7 @@ def serve(arguments: argparse.Namespace) -> int:
     for line in sys.stdin:
         question = json.loads(line)
         prompts = make_prompts(question["batch"], question["prompt_len"], question["salt"], vocab_size)
+        engine.run(make_prompts(**_ROUSING, vocab_size=vocab_size), _ROUSING_TOKENS)
         if question["method"] == "stream":
             reply(asyncio.run(engine.stream(prompts, question["output_len"])))
             continue
