@@ -24,6 +24,11 @@ class PeerLostError(StepaheadError, RuntimeError):
 class LinkLostError(StepaheadError, RuntimeError):
     """A worker has lost a link to its engine."""
 
+    MESSAGE = "lost its link to the engine"
+
+    def __init__(self) -> None:
+        super().__init__(self.MESSAGE)
+
 
 class WorkerError(StepaheadError, RuntimeError):
     """A worker raised while it ran an RPC.

@@ -9,6 +9,9 @@ import os
 from ..errors import ConfigError
 from ..worker.addresses import check_private
 
+_OTHER_SOCKETS = ("-replies", "-health")
+"""How the paths of an engine's other sockets end: no other engine's address may be one of them."""
+
 
 class AddressClaim:
     """A locked file beside the address; the kernel gives it up when this process ends, however it does.
@@ -19,6 +22,8 @@ class AddressClaim:
 
     def __init__(self, address: str) -> None:
         check_private(address, "executor_address")
+        if address.endswith(_OTHER_SOCKETS):
+            raise ConfigError(f"executor_address={address!r} must not end in {' or '.join(_OTHER_SOCKETS)}")
         self.sockets: list[str] = []
         self._path = f"{address.removeprefix('ipc://')}.lock"
         self._file = -1
@@ -27,7 +32,7 @@ class AddressClaim:
 
     def release(self) -> None:
         for path in (*self.sockets, self._path):
-            with contextlib.suppress(FileNotFoundError):  # whoever made the folder may have removed it
+            with contextlib.suppress(OSError):  # whoever made the folder may have removed it, or its rights
                 os.unlink(path)
         os.close(self._file)
 

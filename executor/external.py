@@ -22,7 +22,7 @@ from ..worker.process import WORKER_CLASS
 from ..worker.sockets import drop_silent_peer, open_socket
 from .address_claim import AddressClaim
 from .links import LinkWatch, bind, limit, reply_limit
-from .liveness import Heartbeats, close_all
+from .liveness import START_PATIENCE, Heartbeats, close_all
 from .registration import Addresses
 from .remote import RemoteExecutor
 
@@ -68,7 +68,7 @@ class ExternalExecutor(RemoteExecutor):
         self._link_watch = LinkWatch(links, limits)
         for name, link in links.items():
             limit(link, limits[name])
-            drop_silent_peer(link, where, timeout)
+            drop_silent_peer(link, where, timeout * START_PATIENCE)
             if self.key is not None:
                 self.key.guard(link)
         bound = {}

@@ -40,7 +40,7 @@ def reply_limit(config: ResolvedConfig) -> int:
 
 def limit(link: zmq.Socket[bytes], frame_bytes: int) -> None:
     """A peer that sends longer frames is disconnected; one that sends faster than we read is held up; one that does not
-    read what we send gets no more of it."""
+    read what we send gets no more of it, and on the plans' link counts as lost."""
     link.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
     link.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     link.setsockopt(zmq.SNDHWM, _MOST_WAITING)

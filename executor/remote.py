@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from ..config import ResolvedConfig
-from ..errors import ConfigError, WorkerError
+from ..errors import ConfigError, LinkLostError, WorkerError
 from ..worker.callables import pack_callable
 from ..worker.codec import Codec, CodecError, require_plain
 from ..worker.handshake import Hello, Join
@@ -236,11 +236,11 @@ class RemoteExecutor(Executor):
         assert self._registration is not None
         for rank, route in self._registration.routes.items():
             if not self._reach(route, frames):
-                error = WorkerError(rank, "lost its link to the engine")
+                error = WorkerError(rank, LinkLostError.MESSAGE)
                 self._symptom = self._symptom or (error, time.monotonic() + _CAUSE_SECONDS)
 
     def _reach(self, route: bytes, frames: list[bytes]) -> bool:
-        """Whether somebody is there."""
+        """Whether somebody is there, and reads."""
         try:
             self._plans.send_multipart([route, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numba.extending
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
@@ -11,6 +12,10 @@ from numba.core import cgutils
 Builder: TypeAlias = Any
 Value: TypeAlias = Any
 """llvmlite's IRBuilder and Value."""
+
+intrinsic: Any = numba.extending.intrinsic
+"""An operation that kernels call. Its function gets the types of the arguments, and returns the operation's signature
+and what builds its LLVM code. Any, because a kernel does not give it the typing context."""
 
 LANES = 16
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()

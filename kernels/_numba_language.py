@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numba.extending
 from llvmlite import ir
 from numba import types
 from numba.core.typing import signature
@@ -29,7 +28,7 @@ from numba.extending import lower_builtin, models, register_model
 
 from . import _numba_ir as vectors
 from . import _numba_tiles as tiles
-from ._numba_ir import FLOAT, FLOATS, INT32, INT64, INTS, LANES, SHORTS, Builder, Value
+from ._numba_ir import FLOAT, FLOATS, INT32, INT64, INTS, LANES, SHORTS, Builder, Value, intrinsic
 from ._numba_tiles import store_pair, tile_config, tile_dot, tile_load, tile_release, tile_store, tile_zero
 
 __all__ = ["store_pair", "tile_config", "tile_dot", "tile_load", "tile_release", "tile_store", "tile_zero"]
@@ -78,10 +77,6 @@ Args: TypeAlias = Any
 Pointer: TypeAlias = Any
 Vector: TypeAlias = Any
 """A launch, a pointer and 16 float32, in the annotations of kernels."""
-
-intrinsic: Any = numba.extending.intrinsic
-"""An operation that kernels call. Its function gets the types of the arguments, and returns the operation's signature
-and what builds its LLVM code. Any, because a kernel does not give it the typing context."""
 
 
 # ---- the launch ---------------------------------------------------------------------------------
@@ -347,6 +342,18 @@ def exp(typingctx: Any, a: Any) -> Any:
 
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> Value:
         return vectors.exp(builder, values[0])
+
+    return vector(a), build
+
+
+@intrinsic
+def silu(typingctx: Any, a: Any) -> Any:
+    """a / (1 + e^-a)"""
+
+    def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> Value:
+        zero, one = (vectors.same(FLOATS, value) for value in (0.0, 1.0))
+        power = vectors.exp(builder, builder.fsub(zero, values[0]))
+        return builder.fdiv(values[0], builder.fadd(one, power))
 
     return vector(a), build
 

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba.extending
 from llvmlite import ir
 from numba import types
 
-from ._numba_ir import INT64, Builder, Value, call
-
-intrinsic: Any = numba.extending.intrinsic
-"""See `_numba_language.py`."""
+from ._numba_ir import INT64, Builder, Value, call, intrinsic
 
 _INT8 = ir.IntType(8)
 _BYTES = _INT8.as_pointer()
@@ -25,13 +21,6 @@ _ROW_BYTES = 0x0040_0040_0040_0040  # 64 each, of four tiles
 _ROWS = 0x01_00_00_01_01  # bytes of tiles 0, 1 and 4
 _MORE_ROWS = 0x01_00_01_01_00_00  # 2, 3 and 5
 _WEIGHT_ROWS = 0x10_10 << 48  # 6 and 7
-
-
-class _BFloatType(ir.Type):
-    """bfloat16, which llvmlite has no name for."""
-
-    def __str__(self) -> str:
-        return "bfloat"
 
 
 def _tile(number: Any) -> Value:
@@ -113,10 +102,9 @@ def store_pair(typingctx: Any, pointer: Any, index: Any, low: Any, high: Any) ->
 
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> None:
         pointer_value, index_value, first, second = values
-        floats = ir.VectorType(_BFloatType(), 32)
-        rounded = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", floats, [second, first])
         shorts = ir.VectorType(ir.IntType(16), 32)
+        rounded = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", shorts, [second, first])
         place = builder.bitcast(builder.gep(pointer_value, [index_value]), shorts.as_pointer())
-        builder.store(builder.bitcast(rounded, shorts), place, align=2)
+        builder.store(rounded, place, align=2)
 
     return types.void(pointer, index, low, high), build

@@ -18,6 +18,7 @@ Weight: TypeAlias = torch.Tensor | TileWeight
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight^T + bias. x: [t, in]. bias: [out]. Returns [t, out]."""
     if isinstance(weight, TileWeight):
+        assert not weight.gated
         return linear_tiles(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -27,6 +28,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 def gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the halves of linear(x, weight, bias). Returns [t, out / 2]."""
     if isinstance(weight, TileWeight):
+        assert weight.gated
         return linear_tiles(x, weight, bias)
     return silu_and_mul(linear(x, weight, bias))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from . import _numba_language as nl
 
 _CHUNK = 512
-"""Tokens whose inputs stay in the second-level cache."""
+"""Tokens of a task: their inputs are to stay in what the weights leave of the caches."""
 
 _AHEAD = 2
 """How many pairs of tiles before their use weights are asked for."""
@@ -71,6 +71,9 @@ def linear_tiles(x: torch.Tensor, weight: TileWeight, bias: torch.Tensor | None)
     """x: [t, in]. Returns [t, out], of a gated weight [t, out / 2]: silu(gate) * up."""
     num_tokens, in_features = x.shape
     blocks = weight.tiles.shape[0]
+    assert x.dtype == weight.tiles.dtype
+    assert in_features == weight.tiles.shape[1] * 32
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((num_tokens, blocks * (16 if weight.gated else 32)), dtype=x.dtype)
@@ -81,7 +84,8 @@ def linear_tiles(x: torch.Tensor, weight: TileWeight, bias: torch.Tensor | None)
     constants = {
         "one": 1, "gated": int(weight.gated), "has_bias": int(bias is not None), "chunk": _CHUNK, "ahead": _AHEAD
     }  # fmt: skip
-    _multiply_loop.launch(x.dtype, words, blocks * -(-num_tokens // _CHUNK), blocks * 32 * in_features, constants)
+    num_tasks, work = blocks * -(-num_tokens // _CHUNK), weight.tiles.numel() * -(-num_tokens // 32)
+    _multiply_loop.launch(x.dtype, words, num_tasks, work, constants)
     return out
 
 
@@ -158,14 +162,12 @@ def _write(args: nl.Args, block: int, token: int, rows: int, sums: nl.Pointer) -
 def _write_gated(args: nl.Args, block: int, token: int, rows: int, sums: nl.Pointer) -> None:
     """Rounded after each step, as three operations of torch would."""
     out, bias, width = nl.elements(args, 3), nl.elements(args, 7), nl.integer(args, 6) * 16
-    one = nl.splat(1.0)
     for row in range(rows):
         gate, up = nl.load(sums, row * 32), nl.load(sums, row * 32 + 16)
         if nl.constant(args, "has_bias"):
             gate, up = gate + nl.load(bias, block * 16), up + nl.load(bias, width + block * 16)
         gate, up = nl.rounded(out, gate), nl.rounded(out, up)
-        silu = nl.rounded(out, gate / (one + nl.exp(nl.splat(0.0) - gate)))
-        nl.store(out, (token + row) * width + block * 16, silu * up)
+        nl.store(out, (token + row) * width + block * 16, nl.rounded(out, nl.silu(gate)) * up)
 
 
 @NumbaFunction

@@ -63,12 +63,10 @@ def silu_and_mul_numba(x: torch.Tensor) -> torch.Tensor:
 def _silu_and_mul_loop(args: nl.Args) -> None:
     x, out = nl.elements(args, 0), nl.elements(args, 1)
     stride, width = nl.integer(args, 2), nl.integer(args, 3)
-    one = nl.splat(1.0)
     token = nl.next_task(args)
     while token >= 0:
         for i in range(0, width, 16):
-            gate = nl.load(x, token * stride + i)
             # Rounded to x's dtype between the two steps, as torch does.
-            silu = nl.rounded(out, gate / (one + nl.exp(nl.splat(0.0) - gate)))
+            silu = nl.rounded(out, nl.silu(nl.load(x, token * stride + i)))
             nl.store(out, token * width + i, silu * nl.load(x, token * stride + width + i))
         token = nl.next_task(args)

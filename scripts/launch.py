@@ -314,7 +314,8 @@ class RankLines:
                 self._print(local_rank, begun)
             else:
                 self._begun[local_rank] = begun
-        return others
+        # What torchrun says goes on where a rank has left a line unfinished.
+        return others + "".join(piece for piece in pieces[1::2] if _FAILED_FIRST.search(piece))
 
     def end(self) -> None:
         for local_rank, begun in self._begun.items():

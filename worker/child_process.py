@@ -132,7 +132,7 @@ def for_large_tensors(environment: Mapping[str, str]) -> dict[str, str]:
     A step on a CPU reads every weight once. Through pages of 4 KiB much of that time goes to finding the pages, in a
     virtual machine twice over: 93 ms a step were 65. And memory that goes back to the kernel after each operation is
     cleared for the next one: a prefill of 2,048 tokens took 620 ms, and takes 520. Where glibc or the kernel knows no
-    such thing, nothing happens; what the user has set stays.
+    such thing, nothing happens; what the user has set in GLIBC_TUNABLES stays.
     """
     tunables = environment.get(_TUNABLES, "")
     ours = [f"{name}={value}" for name, value in _FOR_LARGE_TENSORS.items() if name not in tunables]

@@ -13,16 +13,17 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import LinkLostError
 from .link_key import LinkKey
-from .sockets import SIGNAL_CHECK_MS, connect, drop_silent_peer, open_socket
+from .sockets import SIGNAL_CHECK_MS, connect, open_socket
 
 logger = logging.getLogger(__name__)
 
 PROBE = b""
 """What the engine sends to see whether it still reaches a worker. It says nothing."""
 
-SILENCE_S = 30.0
-"""Before an engine has told its worker_timeout: after so much silence, in seconds, a tcp:// link is made anew."""
+_LAST_WORD_MS = 500
+"""How much later than the end of one link what was said on the other may come."""
 
+_LOSSES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -46,12 +47,11 @@ class EngineLink:
     def connect(self, address: str, key: LinkKey | None) -> None:
         if key is not None:
             key.present(self.socket)
-        drop_silent_peer(self.socket, address, SILENCE_S)
         connect(self.socket, address)
 
     def watch(self, other: zmq.Socket[bytes]) -> None:
         """From now on receive() raises when this link is lost, or `other`, which is still to be connected."""
-        self._watched = [self.events, other.get_monitor_socket(zmq.EVENT_DISCONNECTED)]
+        self._watched = [self.events, other.get_monitor_socket(_LOSSES)]
         for events in self._watched:
             self._poller.register(events, zmq.POLLIN)
 
@@ -61,12 +61,12 @@ class EngineLink:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                if self._is_lost:
+                if self._is_lost and not self.socket.poll(_LAST_WORD_MS):
                     logger.error("lost the link to the engine; leaving")
-                    raise LinkLostError("lost its link to the engine") from None
+                    raise LinkLostError from None
                 ready = dict(self._poller.poll(SIGNAL_CHECK_MS))
                 lost = [events for events in self._watched if events in ready and _tells_of_loss(events)]
-                self._is_lost = bool(lost)
+                self._is_lost = self._is_lost or bool(lost)
                 continue
             if frames != [PROBE]:
                 return frames
@@ -82,4 +82,4 @@ class EngineLink:
 
 def _tells_of_loss(events: zmq.Socket[bytes]) -> bool:
     """Takes the next event."""
-    return bool(recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED)
+    return bool(recv_monitor_message(events)["event"] & _LOSSES)

@@ -42,25 +42,34 @@ class OutputPart:
     size: int
 
 
-class ColumnParallelLinear:
+class _Linear:
+    """weight: [out, in], to be filled; packed: what is multiplied by."""
+
+    _gated = False
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.packed: Weight = weight
+
+    def pack(self) -> None:
+        """Once, after loading: the weight can no longer be filled."""
+        self.packed = pack_weight(self.weight, self._gated)
+        del self.weight
+
+
+class ColumnParallelLinear(_Linear):
     """Output features are divided among the ranks; one or more checkpoint matrices are stacked into one weight."""
 
     def __init__(self, in_features: int, parts: Sequence[OutputPart], bias: bool, place: Placement) -> None:
         self.parts = parts
         self.sizes = [part.size for part in parts]
         self.in_features = in_features
-        self.weight = place.empty(sum(self.sizes), in_features)
-        self.packed: Weight = self.weight
+        super().__init__(place.empty(sum(self.sizes), in_features))
         self.bias = place.empty(sum(self.sizes)) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [t, in_features]. Returns [t, sum(self.sizes)]."""
         return linear(x, self.packed, self.bias)
-
-    def pack(self) -> None:
-        """Once, after loading: the weight can no longer be filled."""
-        self.packed = pack_weight(self.weight)
-        del self.weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of the module that holds the parts, e.g. "model.layers.0.mlp."."""
@@ -79,6 +88,8 @@ class ColumnParallelLinear:
 class GatedParallelLinear(ColumnParallelLinear):
     """Two matrices of one input, the gate's and that of what it lets through, each divided evenly."""
 
+    _gated = True
+
     def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
         """out_features: rows of each."""
         size = place.group.share(out_features, "rows of gate_proj")
@@ -89,10 +100,6 @@ class GatedParallelLinear(ColumnParallelLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [t, in_features]. Returns silu(gate(x)) * up(x), [t, size]."""
         return gated_linear(x, self.packed, self.bias)
-
-    def pack(self) -> None:
-        self.packed = pack_weight(self.weight, gated=True)
-        del self.weight
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -132,14 +139,13 @@ def local_kv_heads(total_kv_heads: int, group: ParallelGroup) -> int:
     return 1
 
 
-class RowParallelLinear:
+class RowParallelLinear(_Linear):
     """Input features are divided among the ranks; the results are summed."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
         self.group = place.group
         self.in_features = in_features
-        self.weight = place.empty(out_features, self.group.share(in_features, "input features"))
-        self.packed: Weight = self.weight
+        super().__init__(place.empty(out_features, self.group.share(in_features, "input features")))
         self.bias = place.empty(out_features) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,11 +153,6 @@ class RowParallelLinear:
         # The sum over ranks must hold the bias once.
         bias = self.bias if self.group.rank == 0 else None
         return self.group.all_reduce(linear(x, self.packed, bias))
-
-    def pack(self) -> None:
-        """Once, after loading: the weight can no longer be filled."""
-        self.packed = pack_weight(self.weight)
-        del self.weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """prefix: of this layer, e.g. "model.layers.0.mlp.down_proj."."""
@@ -203,7 +204,7 @@ class ParallelLMHead(VocabShard):
         return self.group.all_gather(linear(hidden, self.packed), dim=-1)[:, : self.vocab_size]
 
     def pack(self) -> None:
-        """After loading. With tied embeddings this is a second copy: the embedding's rows must stay readable."""
+        """After loading. Where it packs, tied embeddings become two copies: the embedding's rows must stay readable."""
         self.packed = pack_weight(self.weight)
         del self.weight
 

@@ -28,7 +28,7 @@ from .heart import start_beating
 from .link_key import LinkKey
 from .logs import log_to_stderr, phase
 from .messages import Call, CallReply, ExecuteModel, Failure, Ready, Rendezvous, Shutdown, WorkerReply, WorkerRpc
-from .sockets import beside, connect, drop_silent_peer, open_socket
+from .sockets import beside, connect, open_socket
 
 if TYPE_CHECKING:
     from .async_output import WorkerAsyncOutputCopy
@@ -41,11 +41,11 @@ WORKER_CLASS = "stepahead.worker.worker:Worker"
 REPLY_LINGER_MS = 2000
 """How long a worker that exits waits for its last reply to be taken."""
 
-_NEVER_MS = 60_000
+_NEVER_MS = 1 << 30
 """Long after a worker that has lost its link is gone: another engine at the same address gets none of its replies."""
 
 LEAVE_SECONDS = 5.0
-"""How long a worker that was told to end may take."""
+"""How long a worker that ends may take."""
 
 
 class WorkerChild(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +75,9 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
         start = register(plans, address, place, key, None if listener is None else listener.address)
         log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
         if start.health is not None:
-            timeout = start.config.settings.worker_timeout
-            start_beating(context, beside(start.health, address), key, start.rank, timeout)
+            health = beside(start.health, address)
+            start_beating(context, health, key, start.rank, start.config.settings.worker_timeout)
             plans.watch(link.socket)
-            drop_silent_peer(link.socket, address, timeout)
         link.open(beside(start.replies, address), key, start.rank, stands_alone=start.health is not None)
         allow_callables = address.startswith("ipc://") or key is not None
         return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables, end)
@@ -155,7 +154,7 @@ class _EndInAnyCase:
         self._timer.cancel()
 
     def _leave(self) -> None:
-        logger.error("did not end within %g seconds of being told to; leaving", LEAVE_SECONDS)
+        logger.error("did not end within %g seconds; leaving", LEAVE_SECONDS)
         sys.stderr.flush()
         os._exit(1)
 
@@ -230,6 +229,7 @@ class _ReplyLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.has_failed = False
+        self._rank, self._stands_alone = -1, False
         self.socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
         self._codec: Codec[WorkerReply] = Codec(WorkerReply)
 

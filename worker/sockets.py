@@ -25,7 +25,7 @@ SIGNAL_CHECK_MS = 1000
 before a wait begins does not interrupt it."""
 
 _ASK_EVERY_MS = 1000
-_LONGEST_MS = (1 << 31) - 1
+_LONGEST_MS = 6_553_500  # of HEARTBEAT_TTL
 _MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
 _LONGEST_NAME = 16
 _REMOVALS = 3
@@ -103,7 +103,7 @@ def beside(address: str, known: str) -> str:
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: int = 0) -> zmq.Socket[bytes]:
-    """A socket that drops nothing silently. It belongs to the thread that uses it first."""
+    """A socket without high-water marks, for one thread at a time."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -112,11 +112,13 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
 
 
 def drop_silent_peer(socket: zmq.Socket[bytes], address: str, seconds: float) -> None:
-    """Before bind or connect: a connection of a tcp:// address whose other end does not answer for so long counts as
-    lost. A cable that is cut says nothing."""
+    """Before bind: a connection of a tcp:// address whose other end is not heard of for so long counts as lost, at both
+    ends. A cable that is cut says nothing."""
     if address.startswith("tcp://"):
         socket.setsockopt(zmq.HEARTBEAT_IVL, _ASK_EVERY_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, min(int(seconds * 1000), _LONGEST_MS))
+        milliseconds = min(int(seconds * 1000), _LONGEST_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, milliseconds)
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:

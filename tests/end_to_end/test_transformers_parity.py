@@ -102,7 +102,6 @@ def test_logprobs_equal_transformers(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_demo_model_equals_transformers_for_prompts_of_1_to_1500_tokens() -> None:
     folder = demo_model()
-    torch.set_num_threads(2)
     oracle = Oracle(folder)
     lengths = (1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 64, 100, 128, 200, 333, 512, 777, 1000, 1500)
     params = SamplingParams(temperature=0, max_tokens=12)

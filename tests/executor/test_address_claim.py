@@ -64,3 +64,10 @@ def test_who_has_opened_a_file_that_its_holder_then_removes_has_not_got_it(
     with pytest.raises(ConfigError, match="is in use by another engine"):
         AddressClaim(address)
     later[0].release()
+
+
+@pytest.mark.parametrize("name", ["plans-replies", "plans-health"])
+def test_an_address_that_may_be_another_engines_second_socket_is_refused(tmp_path: Path, name: str) -> None:
+    tmp_path.chmod(0o700)
+    with pytest.raises(ConfigError, match=f"{name}' must not end in"):
+        AddressClaim(f"ipc://{tmp_path}/{name}")

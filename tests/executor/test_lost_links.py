@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 REFUSED = 12
 """The answer's tag."""
 
-SOON = 8.0
+SOON = 12.0
 """Seconds: far below a step's time-out."""
 
 STEP_MS = 200
@@ -70,7 +70,8 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize(
-    ("link", "said"), [("plans", "lost its link to the engine"), ("replies", r"is gone \(pid \d+ on ")]
+    ("link", "said"),
+    [("plans", "lost its link to the engine"), ("replies", r"(is gone \(pid \d+ on |lost its link to the engine)")],
 )
 def test_a_link_cut_while_steps_run_ends_worker_and_engine_at_once(site: Site, link: str, said: str) -> None:
     site.open(step_ms=STEP_MS)
@@ -95,7 +96,6 @@ def test_a_link_cut_while_steps_run_ends_worker_and_engine_at_once(site: Site, l
 
 def test_a_rank_that_is_not_reached_is_named_and_the_others_still_are(site: Site) -> None:
     site.open(tensor_parallel_size=2)
-    assert CabledExternal.cables
     own = Cable(CabledExternal.cables["plans"].port)
     workers = [site.worker(0, address=f"tcp://127.0.0.1:{own.port}"), site.worker(1)]
     executor = site.executor()
@@ -115,7 +115,7 @@ def test_a_rank_that_is_not_reached_is_named_and_the_others_still_are(site: Site
 
 
 def test_a_cable_that_goes_dead_without_a_word_is_noticed_while_a_step_is_awaited(site: Site) -> None:
-    site.open(worker_timeout=1.5)
+    site.open(worker_timeout=1.2)  # links have six times as long
     worker = site.worker(0)
     executor = site.executor()
     step(executor, 0)

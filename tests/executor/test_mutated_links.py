@@ -11,11 +11,12 @@ import psutil
 import pytest
 import zmq
 
+from external_site import step
 from external_workers import start_worker
 from mutations import mutate, one_odd_value
 from paper_device import generate_alone
 from paper_worker import PaperExternal, made_paper_external, open_paper_external
-from plans import PROMPT, plan
+from plans import PROMPT
 from process_tools import DEADLINE, nothing_left_behind
 from stepahead.worker.codec import Codec, CodecError
 from stepahead.worker.messages import Failure, WorkerReply
@@ -47,11 +48,6 @@ def messages(kind: str) -> Iterator[list[bytes]]:
             reply = None
         if not isinstance(reply, Failure) or (reply.call_id is not None and not reply.lost_peer):
             yield frames
-
-
-def step(executor: PaperExternal, step_id: int) -> int:
-    executor.execute_model(plan(step_id)).result()
-    return int(executor.sample_tokens(None).result().sampled[0, 0])
 
 
 def test_an_executor_goes_on_whatever_comes_over_its_links(executor: PaperExternal) -> None:

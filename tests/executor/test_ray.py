@@ -24,7 +24,7 @@ from stepahead.errors import ConfigError
 from stepahead.executor.ray_executor import RayExecutor
 from tiny_models import VOCAB_SIZE, make_tiny_model
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(200)
 
 
 @contextlib.contextmanager

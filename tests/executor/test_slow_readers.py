@@ -16,10 +16,11 @@ import msgspec
 import psutil
 import pytest
 
+from external_site import step
 from external_workers import our_path, start_worker
 from paper_device import generate_alone
 from paper_worker import PaperExternal, made_paper_external, open_paper_external
-from plans import PROMPT, plan
+from plans import PROMPT
 from process_tools import DEADLINE, nothing_left_behind
 from stepahead.worker.handshake import PROTOCOL, Hello
 from stepahead.worker.heart import Beat
@@ -48,7 +49,7 @@ time.sleep(60)
 """
 
 
-class Site:
+class FloodedSite:
     """An executor that is being made, its worker, and those that never read."""
 
     def __init__(self, key_file: Path | None, pool: ThreadPoolExecutor) -> None:
@@ -78,7 +79,6 @@ class Site:
             while not asked.done():
                 meanwhile()
             assert asked.result() == "asked\n"
-        print(address, process.memory_info().rss - before)
         return process.memory_info().rss - before
 
     def close(self) -> None:
@@ -94,26 +94,21 @@ class Site:
 @pytest.fixture(params=["with the key", "on loopback"])
 def site(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> Iterator[Site]:
+) -> Iterator[FloodedSite]:
     caplog.set_level(logging.WARNING, "stepahead")
     key_file = tmp_path / "key" if request.param == "with the key" else None
     if key_file is not None:
         write_key_file(key_file)
     with nothing_left_behind(monkeypatch), ThreadPoolExecutor(1) as pool:
-        place = Site(key_file, pool)
+        place = FloodedSite(key_file, pool)
         try:
             yield place
         finally:
             place.close()
 
 
-def step(executor: PaperExternal, step_id: int) -> int:
-    executor.execute_model(plan(step_id)).result()
-    return int(executor.sample_tokens(None).result().sampled[0, 0])
-
-
 def test_workers_that_are_refused_and_never_hear_it_cost_no_memory(
-    site: Site, caplog: pytest.LogCaptureFixture
+    site: FloodedSite, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = time.monotonic()
     hello = msgspec.msgpack.encode(Hello(PROTOCOL, 7, 0, 1, host="h" * 255, pid=1, machine="m" * 255))
@@ -126,7 +121,7 @@ def test_workers_that_are_refused_and_never_hear_it_cost_no_memory(
 
 
 def test_beats_whose_echo_nobody_takes_cost_no_memory_and_steps_go_on(
-    site: Site, caplog: pytest.LogCaptureFixture
+    site: FloodedSite, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = site.executor()
     assert executor._registration is not None

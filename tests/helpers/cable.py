@@ -5,17 +5,16 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
 
 
 class Cable:
-    """port: where to connect; `to` is the port that is reached through it, a function where it is not known yet.
+    """port: where to connect; `to` is the port that is reached through it.
 
-    cut(): both ends of every connection are closed; until mend() new ones are closed at once. freeze(): nothing more
+    cut(): both ends of every connection are closed, and those of new ones at once. freeze(): nothing more
     gets through, and nobody is told.
     """
 
-    def __init__(self, to: int | Callable[[], int]) -> None:
+    def __init__(self, to: int) -> None:
         self._to = to
         self._is_cut = self._is_frozen = self._is_over = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -26,9 +25,6 @@ class Cable:
 
     def cut(self) -> None:
         self._is_cut = True
-
-    def mend(self) -> None:
-        self._is_cut = False
 
     def freeze(self) -> None:
         self._is_frozen = True
@@ -52,8 +48,7 @@ class Cable:
 
     def _join(self, near: socket.socket) -> None:
         try:
-            to = self._to if isinstance(self._to, int) else self._to()
-            far = socket.create_connection(("127.0.0.1", to))
+            far = socket.create_connection(("127.0.0.1", self._to))
         except ConnectionRefusedError:
             near.close()
             return

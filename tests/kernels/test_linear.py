@@ -87,12 +87,21 @@ def test_a_token_gets_the_same_bits_alone_and_among_others(gated):
         assert torch.equal(multiply(x[tokens], packed, bias), together[tokens])
 
 
-def test_nothing_is_written_beyond_the_last_token():
+def test_what_other_tokens_hold_does_not_get_in():
     needs_tiles()
     x, weight, _ = operands(21, 64, 64)
     packed = to_tiles(weight, gated=False)
-    before = torch.full((64, 64), torch.nan, dtype=BF16)
-    out = linear(x, packed)
-    again = linear(torch.cat((x, before[:, :64])), packed)
-    assert torch.equal(out, again[:21]), "NaN of other tokens must not get in"
-    assert again[21:].isnan().all()
+    among_nans = linear(torch.cat((x, torch.full((64, 64), torch.nan, dtype=BF16))), packed)
+    assert torch.equal(linear(x, packed), among_nans[:21])
+    assert among_nans[21:].isnan().all()
+
+
+def test_a_weight_packed_for_a_gate_is_no_plain_one():
+    needs_tiles()
+    x, weight, _ = operands(3, 64, 64)
+    with pytest.raises(AssertionError):
+        linear(x, to_tiles(weight, gated=True))
+    with pytest.raises(AssertionError):
+        gated_linear(x, to_tiles(weight, gated=False))
+    with pytest.raises(AssertionError):
+        linear(x[:, :32].contiguous(), to_tiles(weight, gated=False))

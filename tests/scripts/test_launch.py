@@ -111,6 +111,8 @@ def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhi
     lines = launch_script().RankLines(4)
     said = ["\x1e0\x1efirst half,\x1e1\x1e  indented\n", "W1130 torchrun\n", "\x1e0\x1e second\n", "\x1e1\x1elast"]
     assert [lines.take(piece) for piece in said] == ["", "W1130 torchrun\n", "", ""]
+    died = "half a line, E1 api.py] failed (exitcode: -9) local_rank: 1 (pid: 7)\n"
+    assert lines.take(f"\x1e0\x1e{died}") == died, "of a rank that was killed in the middle of a line"
     lines.end()
     assert capsys.readouterr().err.splitlines() == [
         "[rank 5]   indented", "[rank 4] first half, second", "[rank 5] last"

@@ -57,9 +57,8 @@ class Nodes:
                 str(self.keys[keys[node]]),
             ]
             with open(self._errors(node), "w") as errors:
-                key = ["--key-file", str(self.keys[keys[node]])]
                 asked = [] if node else ["--", *command]
-                self.processes.append(launch(model, *sizes, *place, *key, *asked, stderr=errors))
+                self.processes.append(launch(model, *sizes, *place, *asked, stderr=errors))
 
     def _errors(self, node: int) -> Path:
         return self.folder / f"errors of node {node}"
