@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from demo_model import demo_model
 from oracle import Oracle, token_ids
