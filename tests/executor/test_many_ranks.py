@@ -51,7 +51,7 @@ SIZES = {(2, 1): TWO, (3, 1): THREE, (1, 2): ONE_KV_HEAD, (1, 3): THREE, (2, 2):
 
 EVERY_SIZE = ("LlamaForCausalLM", "HashLM")
 OTHERS = ((2, 2), (3, 1), (1, 3))
-"""Of the other architectures, unless STEPAHEAD_EXHAUSTIVE is set: tests/worker/test_parallel.py has their every size."""
+"""Of the other architectures, which differ within a layer; every size of each when STEPAHEAD_EXHAUSTIVE is set."""
 
 
 def model_for(architecture: str, tensor: int, stages: int, folder: Path) -> Path:
