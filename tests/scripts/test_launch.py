@@ -115,7 +115,7 @@ def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhi
     assert lines.take(f"\x1e0\x1e{died}") == died, "of a rank that was killed in the middle of a line"
     lines.end()
     assert capsys.readouterr().err.splitlines() == [
-        "[rank 5]   indented", "[rank 4] first half, second", "[rank 5] last"
+        "[rank 5]   indented", "[rank 4] first half, second", f"[rank 4] {died.rstrip()}", "[rank 5] last"
     ]  # fmt: skip
 
 
