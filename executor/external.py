@@ -19,9 +19,9 @@ from ..worker.engine_link import PROBE
 from ..worker.handshake import Hello
 from ..worker.link_key import LinkKey, admit_only, read_key_file
 from ..worker.process import WORKER_CLASS
-from ..worker.sockets import drop_silent_peer, open_socket
+from ..worker.sockets import open_socket
 from .address_claim import AddressClaim
-from .links import LinkWatch, bind, limit, reply_limit
+from .links import LinkWatch, bind, drop_silent_peer, limit, reply_limit
 from .liveness import START_PATIENCE, Heartbeats, close_all
 from .registration import Addresses
 from .remote import RemoteExecutor

@@ -23,6 +23,8 @@ _ANSWER_LIMIT = 64 << 20
 _LOGPROB_BYTES = 8
 _ROW_BYTES = 64
 _MOST_WAITING = 1000
+_ASK_EVERY_MS = 1000
+_LONGEST_MS = 6_553_500  # of HEARTBEAT_TTL
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -44,6 +46,16 @@ def limit(link: zmq.Socket[bytes], frame_bytes: int) -> None:
     link.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
     link.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     link.setsockopt(zmq.SNDHWM, _MOST_WAITING)
+
+
+def drop_silent_peer(socket: zmq.Socket[bytes], address: str, seconds: float) -> None:
+    """Before bind: a connection of a tcp:// address whose other end is not heard of for so long counts as lost, at both
+    ends. A cable that is cut says nothing."""
+    if address.startswith("tcp://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _ASK_EVERY_MS)
+        milliseconds = min(int(seconds * 1000), _LONGEST_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, milliseconds)
 
 
 def bind(link: zmq.Socket[bytes], address: str, name: str) -> str:

@@ -29,9 +29,6 @@ from numba.extending import lower_builtin, models, register_model
 from . import _numba_ir as vectors
 from . import _numba_tiles as tiles
 from ._numba_ir import FLOAT, FLOATS, INT32, INT64, INTS, LANES, SHORTS, Builder, Value, intrinsic
-from ._numba_tiles import store_pair, tile_config, tile_dot, tile_load, tile_release, tile_store, tile_zero
-
-__all__ = ["store_pair", "tile_config", "tile_dot", "tile_load", "tile_release", "tile_store", "tile_zero"]
 
 _SOURCES = __file__, vectors.__file__, tiles.__file__
 _VERSION = hashlib.sha256(b"".join(Path(source).read_bytes() for source in _SOURCES)).hexdigest()[:16]

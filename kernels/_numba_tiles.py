@@ -1,7 +1,7 @@
-"""The tile registers of x86's AMX, for `_numba_language.py`: eight matrices of up to 16 rows of 64 bytes.
+"""The tile registers of x86's AMX, `nl.tiles` in kernels: eight matrices of up to 16 rows of 64 bytes.
 
-A tile's number is a literal. How many rows each has is the thread's own state, set by `tile_config`, and given back by
-`tile_release` before a kernel returns.
+A tile's number is a literal. How many rows each has is the thread's own state, set by `config`, and given back by
+`release` before a kernel returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _bytes_at(builder: Builder, pointer: Value, index: Value) -> Value:
 
 
 @intrinsic
-def tile_config(typingctx: Any, words: Any, rows: Any, more_rows: Any) -> Any:
+def config(typingctx: Any, words: Any, rows: Any, more_rows: Any) -> Any:
     """Tiles 0, 1 and 4 get `rows` rows, 2, 3 and 5 get `more_rows`, 6 and 7 get 16. words: an int64_buffer of 8."""
 
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> None:
@@ -52,7 +52,7 @@ def tile_config(typingctx: Any, words: Any, rows: Any, more_rows: Any) -> Any:
 
 
 @intrinsic
-def tile_release(typingctx: Any) -> Any:
+def release(typingctx: Any) -> Any:
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> None:
         call(builder, "llvm.x86.tilerelease", _VOID, [])
 
@@ -60,7 +60,7 @@ def tile_release(typingctx: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def tile_zero(typingctx: Any, tile: Any) -> Any:
+def zero(typingctx: Any, tile: Any) -> Any:
     def build(context: Any, builder: Builder, sig: Any, values: list[Value]) -> None:
         call(builder, "llvm.x86.tilezero", _VOID, [_tile(tile)])
 
@@ -80,13 +80,13 @@ def _move(name: str) -> Any:
     return move
 
 
-tile_load = _move("llvm.x86.tileloadd64")
-tile_store = _move("llvm.x86.tilestored64")
+load = _move("llvm.x86.tileloadd64")
+store = _move("llvm.x86.tilestored64")
 """(tile, pointer, index, stride): rows of 64 bytes from element `index` on, each `stride` bytes after the last."""
 
 
 @intrinsic(prefer_literal=True)
-def tile_dot(typingctx: Any, total: Any, a: Any, b: Any) -> Any:
+def dot(typingctx: Any, total: Any, a: Any, b: Any) -> Any:
     """total (float32 [rows, 16]) += a (bfloat16 [rows, 32]) times b (bfloat16 [16, 16, 2]: a pair of rows of a matrix
     [32, 16], column by column), summed in float32."""
 

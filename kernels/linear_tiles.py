@@ -101,15 +101,12 @@ def _multiply_loop(args: nl.Args) -> None:
         for token in range(first, end, 32):
             rows = min(32, end - token)
             if rows != has_rows:
-                nl.tile_config(config, min(rows, 16), max(rows - 16, 1))
+                nl.tiles.config(config, min(rows, 16), max(rows - 16, 1))
                 has_rows = rows
             _multiply(args, block, token, rows, token == first, sums)
-            if nl.constant(args, "gated"):
-                _write_gated(args, block, token, rows, sums)
-            else:
-                _write(args, block, token, rows, sums)
+            _write(args, block, token, rows, sums)
         task = nl.next_task(args)
-    nl.tile_release()
+    nl.tiles.release()
 
 
 @NumbaFunction
@@ -117,57 +114,53 @@ def _multiply(args: nl.Args, block: int, token: int, rows: int, is_first: bool, 
     """Up to 32 tokens by 32 output features, into sums: float32 [rows, 32]. is_first: the weights are not cached."""
     x, stride, weight, size = nl.elements(args, 0), nl.integer(args, 1), nl.elements(args, 2), nl.integer(args, 5)
     start, ahead = block * size * 32, nl.constant(args, "ahead") * 1024
-    nl.tile_zero(0)
-    nl.tile_zero(1)
+    nl.tiles.zero(0)
+    nl.tiles.zero(1)
     if rows > 16:
-        nl.tile_zero(2)
-        nl.tile_zero(3)
+        nl.tiles.zero(2)
+        nl.tiles.zero(3)
         for k in range(0, size, 32):
-            nl.tile_load(4, x, token * stride + k, stride * 2)
-            nl.tile_load(6, weight, start + k * 32, 64)
-            nl.tile_load(5, x, (token + 16) * stride + k, stride * 2)
-            nl.tile_load(7, weight, start + k * 32 + 512, 64)
-            nl.tile_dot(0, 4, 6)
-            nl.tile_dot(1, 4, 7)
-            nl.tile_dot(2, 5, 6)
-            nl.tile_dot(3, 5, 7)
+            nl.tiles.load(4, x, token * stride + k, stride * 2)
+            nl.tiles.load(6, weight, start + k * 32, 64)
+            nl.tiles.load(5, x, (token + 16) * stride + k, stride * 2)
+            nl.tiles.load(7, weight, start + k * 32 + 512, 64)
+            nl.tiles.dot(0, 4, 6)
+            nl.tiles.dot(1, 4, 7)
+            nl.tiles.dot(2, 5, 6)
+            nl.tiles.dot(3, 5, 7)
             if is_first:
                 _ask_for(weight, start + k * 32 + ahead)
-        nl.tile_store(2, sums, 512, 128)
-        nl.tile_store(3, sums, 528, 128)
+        nl.tiles.store(2, sums, 512, 128)
+        nl.tiles.store(3, sums, 528, 128)
     else:
         for k in range(0, size, 32):
-            nl.tile_load(4, x, token * stride + k, stride * 2)
-            nl.tile_load(6, weight, start + k * 32, 64)
-            nl.tile_load(7, weight, start + k * 32 + 512, 64)
-            nl.tile_dot(0, 4, 6)
-            nl.tile_dot(1, 4, 7)
+            nl.tiles.load(4, x, token * stride + k, stride * 2)
+            nl.tiles.load(6, weight, start + k * 32, 64)
+            nl.tiles.load(7, weight, start + k * 32 + 512, 64)
+            nl.tiles.dot(0, 4, 6)
+            nl.tiles.dot(1, 4, 7)
             if is_first:
                 _ask_for(weight, start + k * 32 + ahead)
-    nl.tile_store(0, sums, 0, 128)
-    nl.tile_store(1, sums, 16, 128)
+    nl.tiles.store(0, sums, 0, 128)
+    nl.tiles.store(1, sums, 16, 128)
 
 
 @NumbaFunction
 def _write(args: nl.Args, block: int, token: int, rows: int, sums: nl.Pointer) -> None:
-    out, bias, width = nl.elements(args, 3), nl.elements(args, 7), nl.integer(args, 6) * 32
+    """With the bias. Of a gate rounded after each step, as three operations of torch would."""
+    out, bias, blocks = nl.elements(args, 3), nl.elements(args, 7), nl.integer(args, 6)
+    gated = nl.constant(args, "gated")
+    column, width = (block * 16, blocks * 16) if gated else (block * 32, blocks * 32)
     for row in range(rows):
         low, high = nl.load(sums, row * 32), nl.load(sums, row * 32 + 16)
         if nl.constant(args, "has_bias"):
-            low, high = low + nl.load(bias, block * 32), high + nl.load(bias, block * 32 + 16)
-        nl.store_pair(out, (token + row) * width + block * 32, low, high)
-
-
-@NumbaFunction
-def _write_gated(args: nl.Args, block: int, token: int, rows: int, sums: nl.Pointer) -> None:
-    """Rounded after each step, as three operations of torch would."""
-    out, bias, width = nl.elements(args, 3), nl.elements(args, 7), nl.integer(args, 6) * 16
-    for row in range(rows):
-        gate, up = nl.load(sums, row * 32), nl.load(sums, row * 32 + 16)
-        if nl.constant(args, "has_bias"):
-            gate, up = gate + nl.load(bias, block * 16), up + nl.load(bias, width + block * 16)
-        gate, up = nl.rounded(out, gate), nl.rounded(out, up)
-        nl.store(out, (token + row) * width + block * 16, nl.rounded(out, nl.silu(gate)) * up)
+            low, high = low + nl.load(bias, column), high + nl.load(bias, column + (width if gated else 16))
+        place = (token + row) * width + column
+        if gated:
+            gate, up = nl.rounded(out, low), nl.rounded(out, high)
+            nl.store(out, place, nl.rounded(out, nl.silu(gate)) * up)
+        else:
+            nl.tiles.store_pair(out, place, low, high)
 
 
 @NumbaFunction

@@ -56,21 +56,28 @@ def main() -> None:
         results.append(row)
         if not args.json:
             print(row)
-    document = {
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
-        "results": results,
-        "frontend": {"running": 256, "us_per_token": frontend_us_per_token(256, args.steps)},
+    frontend = {"running": 256, "us_per_token": frontend_us_per_token(256, args.steps)}
+    print(json.dumps({"machine": machine(), "results": results, "frontend": frontend}))
+
+
+def machine() -> dict[str, object]:
+    """torch_threads: torch's own number; nothing here computes with it."""
+    import torch
+
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "torch_threads": torch.get_num_threads(),
     }
-    print(json.dumps(document))
 
 
 def beside_peer(running: int, ours_us: float, python: str, model: str) -> dict[str, float]:
     script = Path(__file__).with_name("bench_scheduler_peer.py")
     command = [python, str(script), model, str(running)]
     (peer,) = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    theirs_us = peer["schedule_us"] + peer["update_us"]
     schedule, update = peer["schedule_us"], peer["update_us"]
-    return {"peer_schedule_us": schedule, "peer_update_us": update, "ratio": round(theirs_us / ours_us, 1)}
+    return {"peer_schedule_us": schedule, "peer_update_us": update, "ratio": round((schedule + update) / ours_us, 1)}
 
 
 def measure(running: int, steps: int, churn: bool) -> tuple[float, float]:

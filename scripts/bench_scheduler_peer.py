@@ -54,10 +54,13 @@ def measure(model: str, running: int) -> dict[str, float]:
 def make_scheduler(model: str) -> Any:
     import torch
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
+    init_none_hash(sha256)
     arguments = EngineArgs(model=model, max_num_seqs=1024, max_num_batched_tokens=8192, max_model_len=2048)
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -75,10 +78,9 @@ def make_scheduler(model: str) -> Any:
 def make_request(number: int) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
-    init_none_hash(sha256)
     return Request(
         request_id=str(number),
         prompt_token_ids=[(number * 7 + place) % 40_000 for place in range(PROMPT_LEN)],

@@ -15,6 +15,7 @@ def pack_callable(value: Any) -> Any:
 
 
 def unpack_callable(packed: bytes) -> Any:
+    """packed: from a link that nobody else can write to, which the caller has made sure of."""
     import cloudpickle
 
     return cloudpickle.loads(packed)

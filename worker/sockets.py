@@ -24,8 +24,6 @@ SIGNAL_CHECK_MS = 1000
 """Longest single wait of a main thread. Python runs signal handlers between waits, and a signal that arrives just
 before a wait begins does not interrupt it."""
 
-_ASK_EVERY_MS = 1000
-_LONGEST_MS = 6_553_500  # of HEARTBEAT_TTL
 _MAX_PATH = 103  # bytes in sockaddr_un: 107 on Linux, 103 on macOS
 _LONGEST_NAME = 16
 _REMOVALS = 3
@@ -109,16 +107,6 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, linger_ms)
     return socket
-
-
-def drop_silent_peer(socket: zmq.Socket[bytes], address: str, seconds: float) -> None:
-    """Before bind: a connection of a tcp:// address whose other end is not heard of for so long counts as lost, at both
-    ends. A cable that is cut says nothing."""
-    if address.startswith("tcp://"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _ASK_EVERY_MS)
-        milliseconds = min(int(seconds * 1000), _LONGEST_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, milliseconds)
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:

@@ -38,6 +38,9 @@ def test_a_folder_that_is_gone_already_is_no_error(address: str, tmp_path: Path)
     os.unlink(tmp_path / "plans.lock")
     tmp_path.rmdir()
     claim.release()
+    tmp_path.mkdir(0o700)
+    AddressClaim(address).release()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_where_nothing_may_be_made_is_said(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_threads_can_send_at_once() -> None:
     for thread in threads:
         thread.join()
     inbox.wait_for(lambda inbox: len(inbox.finished) == 80)
+    assert not inbox.failures
     client.close()
 
 

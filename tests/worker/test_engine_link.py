@@ -85,6 +85,15 @@ def worker(engine: Engine) -> Iterator[Worker]:
 START = Start(paper_config(), 0, "a:B", "tcp://127.0.0.1:1")
 
 
+def take(engine: Engine, worker: Worker) -> None:
+    """The engine takes the worker, which from then on watches both links."""
+    started = worker.register()
+    engine.greeting()
+    engine.say(START)
+    started.result(10)
+    worker.link.watch(worker.replies)
+
+
 def test_every_new_connection_is_greeted_until_an_engine_answers(engine: Engine, worker: Worker) -> None:
     started = worker.register()
     seen = [engine.greeting()]
@@ -107,11 +116,7 @@ def test_what_answers_a_second_greeting_and_probes_are_passed_over(engine: Engin
 
 
 def test_what_came_before_a_watched_link_was_lost_is_read_before_that_counts(engine: Engine, worker: Worker) -> None:
-    started = worker.register()
-    engine.greeting()
-    engine.say(START)
-    started.result(10)
-    worker.link.watch(worker.replies)
+    take(engine, worker)
     engine.say(Join(None), Shutdown())
     engine.end(linger=1000)
     time.sleep(0.3)  # its end is known here too
@@ -122,11 +127,7 @@ def test_what_came_before_a_watched_link_was_lost_is_read_before_that_counts(eng
 
 
 def test_the_loss_of_the_other_link_counts_too(engine: Engine, worker: Worker) -> None:
-    started = worker.register()
-    engine.greeting()
-    engine.say(START)
-    started.result(10)
-    worker.link.watch(worker.replies)
+    take(engine, worker)
     pull = worker.context.socket(zmq.PULL)
     worker.replies.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
     worker.replies.send(b"")
