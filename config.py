@@ -47,6 +47,7 @@ HELP = {
     "executor_address": "where external workers connect: tcp://HOST:PORT (* for every network, port 0 for a free one), "
     "or ipc://FILE in a folder of yours alone",
     "key_file": "of external workers' links, made by stepahead keygen; needed beyond this machine",
+    "join_timeout": "seconds in which all workers must have come",
     "worker_timeout": "seconds of silence after which an external worker counts as gone, and the engine to it",
     "tensor_parallel_size": "ranks that share each layer",
     "pipeline_parallel_size": "stages that share the layers",
@@ -84,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     executor: str = "mp"
     executor_address: str = "tcp://127.0.0.1:0"
     key_file: str | None = None
+    join_timeout: float = 600.0
     worker_timeout: float = 10.0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -245,8 +247,10 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"block_size={config.block_size}: must be a power of two, 256 at most")
     if config.max_logprobs < 0:
         raise ConfigError(f"max_logprobs={config.max_logprobs}: must not be negative")
-    if not 0 < config.step_timeout <= _LONGEST_TIMEOUT:
-        raise ConfigError(f"step_timeout={config.step_timeout}: must be above 0 and at most {_LONGEST_TIMEOUT:g}")
+    for name in ("join_timeout", "step_timeout"):
+        value = getattr(config, name)
+        if not 0 < value <= _LONGEST_TIMEOUT:
+            raise ConfigError(f"{name}={value}: must be above 0 and at most {_LONGEST_TIMEOUT:g}")
     if not 1 <= config.worker_timeout <= _LONGEST_TIMEOUT:
         raise ConfigError(f"worker_timeout={config.worker_timeout}: must be 1 to {_LONGEST_TIMEOUT:g}")
     if config.world_size > 1 and config.executor == "uni":

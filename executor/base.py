@@ -32,12 +32,15 @@ class Executor(ABC):
 
     Construction starts the workers and waits until their models are loaded.
     on_wait: called every second or more often while a step's result() waits, so that a hung step shows.
+    has_failed: set before shutdown() when the engine ends because of an error: workers that are somebody else's
+    processes say so when they end.
     Raises: ConfigError when a setting or model cannot be used, WorkerError when a worker fails.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.on_wait: Callable[[], None] = _nothing
+        self.has_failed = False
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

@@ -1,6 +1,7 @@
 """Workers that somebody else starts, on this machine or others: torchrun, SLURM, Kubernetes, a person.
 
-Each runs `python -m stepahead.worker --connect ADDRESS`; the executor waits until all have come.
+Each runs `python -m stepahead.worker --connect ADDRESS`; the executor waits until all have come, for
+`join_timeout` at most.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from ..config import ResolvedConfig
+from ..errors import WorkerError
 from ..worker.codec import Codec
-from ..worker.handshake import PROTOCOL, Hello, Refused, Start
+from ..worker.handshake import PROTOCOL, Gone, Hello, Refused, Start
 from ..worker.logs import Complaints
 
 T = TypeVar("T")
@@ -57,12 +58,20 @@ class Registration:
     def missing(self) -> list[int]:
         return [rank for rank in range(self._config.settings.world_size) if rank not in self.routes]
 
+    def overdue(self) -> WorkerError:
+        rank, *others = self.missing
+        too = f", nor have {', '.join(map(str, others))}" if others else ""
+        return WorkerError(rank, f"has not come within {self._config.settings.join_timeout:g} s (join_timeout){too}")
+
     def answer(self, route: bytes, frames: list[bytes]) -> tuple[Hello | None, list[bytes] | None]:
         """frames: what a stranger at `route` has sent. Returns: who it is if it was taken for the first time, and the
-        answer if it deserves one."""
+        answer if it deserves one. Raises: WorkerError when it says that a worker which is awaited has ended."""
         protocol = _decode(frames, _AnyHello)
         if protocol is None:
             self._complaints.log("dropped a message that is no worker's greeting")
+            return None, None
+        if protocol.protocol == PROTOCOL and (gone := _decode(frames, Gone)) is not None:
+            self._believe(gone)
             return None, None
         hello = _decode(frames, Hello)
         if self.is_closed and route in self.routes.values():
@@ -83,6 +92,14 @@ class Registration:
     def close(self) -> None:
         """Every worker has come, and is about to be told so."""
         self.is_closed = True
+
+    def _believe(self, gone: Gone) -> None:
+        """A worker that has come is not gone because another one of its rank is."""
+        hello = self.hellos.get(gone.rank)
+        is_ours = hello is None or (hello.machine, hello.pid) == (gone.machine, gone.pid)
+        if gone.rank in range(self._config.settings.world_size) and is_ours and not self.is_closed:
+            raise WorkerError(gone.rank, f"{gone.reason}; see its own error output")
+        self._complaints.log(f"rank {gone.rank} is said to be gone, which changes nothing", "gone")
 
     def _refusal(self, protocol: int, hello: Hello | None) -> str | None:
         world_size = self._config.settings.world_size

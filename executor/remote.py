@@ -92,7 +92,8 @@ class RemoteExecutor(Executor):
         self._registration: Registration | None = None
         try:
             self._gather(worker_class)
-        except BaseException:
+        except BaseException as error:
+            self.has_failed = isinstance(error, Exception)
             self.shutdown()
             raise
 
@@ -184,11 +185,12 @@ class RemoteExecutor(Executor):
         if self._closed:
             return
         self._closed = True
-        grace = SHUTDOWN_GRACE if self._infos and self._failure is None and not self._symptom else 0.0
+        workers_fail = self._failure is not None or self._symptom is not None
+        grace = SHUTDOWN_GRACE if self._infos and not workers_fail else 0.0
         self._failure = self._failure or WorkerError(0, "has been shut down")
         if self._monitor is not None:
             self._monitor.stop()
-        self._tell_all(Shutdown())
+        self._tell_all(Shutdown(is_failure=workers_fail or self.has_failed))
         self._end_workers(grace)
         self._context.destroy(linger=0)
 
@@ -212,7 +214,8 @@ class RemoteExecutor(Executor):
         for waited_for in (self._plans, self._replies):
             self._poller.register(waited_for, zmq.POLLIN)
         self._start_workers(addresses.plans)
-        self._wait(lambda: registration.is_complete, on_wait=self._wait_longer)
+        if not self._wait(lambda: registration.is_complete, self.config.settings.join_timeout, self._wait_longer):
+            raise registration.overdue()
         registration.close()
         self._tell_all(Join(self._rendezvous() if self._world_size > 1 else None))
         self._wait(lambda: len(self._infos) == self._world_size)
@@ -285,7 +288,11 @@ class RemoteExecutor(Executor):
         """One: whoever floods us with them holds up nobody else."""
         assert self._registration is not None
         route, *frames = self._plans.recv_multipart()
-        hello, answer = self._registration.answer(route, frames)
+        try:
+            hello, answer = self._registration.answer(route, frames)
+        except WorkerError as error:
+            self._failure = self._failure or error
+            return
         if answer is not None:
             self._reach(route, answer)  # one that is gone already greets again, or its end is seen
         if hello is not None:

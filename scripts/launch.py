@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchrun_output import MARK, RankFailure, RankLines, first_failure
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -47,17 +50,6 @@ _TERM_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
-_MARK = "\x1e${local_rank}\x1e"
-"""What torchrun is to put before each piece of a rank's output: nothing that a rank would print."""
-
-_MARKED = re.compile("\x1e(\\d+)\x1e")
-_FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
-_FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+)")
-"""What torchrun says of the first failure that it has seen, and then of each in a table."""
-
-_RAISED, _BEREFT = "Traceback (most recent call last):", "PeerLostError: "
-"""The second: a rank says that it fails only because another one did."""
-
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -173,7 +165,8 @@ class Launch:
         self._address = plan.address or f"ipc://{folder}/plans"
         self._engine: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
-        self._failed_code: int | None = None
+        self._failure: RankFailure | None = None
+        self._is_news = True
         self._ends_them = False
 
     def run(self) -> int:
@@ -194,7 +187,10 @@ class Launch:
             self._stop([process for process in (self._engine, workers) if process is not None])
             _kill_children(besides=guard)
         reader.join(_STOP_SECONDS)
-        return self._code(workers)
+        code = self._code(workers)
+        if code not in (0, _REFUSED) and self._plan.engine is None and self._is_news:
+            self._tell_engine()
+        return code
 
     def _start_engine(self, command: list[str]) -> subprocess.Popen[bytes]:
         if self._plan.address is None:
@@ -214,7 +210,7 @@ class Launch:
             "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
             "PYTHONUNBUFFERED": "1",
             **os.environ,
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _MARK,
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK,
         }
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, "--log-dir", self._folder, "-m",
@@ -230,11 +226,11 @@ class Launch:
         ranks = RankLines(self._plan.first_rank)
         others = "".join([ranks.take(line.decode(errors="replace")) for line in workers.stdout])
         ranks.end()
-        if failure := first_failure(others, ranks.raised, ranks.bereft):
-            local_rank, code = failure
-            self._failed_code = code if code >= 0 else 128 - code
-            how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-            print(f"launch: rank {self._plan.first_rank + local_rank} {how}", file=sys.stderr, flush=True)
+        self._failure = first_failure(others, ranks.raised, ranks.bereft)
+        if self._failure is not None:
+            self._is_news = self._failure.local_rank not in ranks.bereft
+            rank = self._plan.first_rank + self._failure.local_rank
+            print(f"launch: rank {rank} {self._failure.how}", file=sys.stderr, flush=True)
         elif workers.wait() and not self._signals and not self._ends_them:
             print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
 
@@ -269,64 +265,28 @@ class Launch:
         code = 0 if self._engine is None else self._engine.returncode
         if self._signals:
             return code if code > 0 else 128 + self._signals[0]
-        if code and self._failed_code is not None:
-            return self._failed_code
-        if code == 0:
-            code = self._failed_code or workers.returncode
+        if self._failure is not None:
+            code = self._failure.exit_code
+        elif code == 0:
+            code = workers.returncode
         return code if code >= 0 else 128 - code
 
+    def _tell_engine(self) -> None:
+        """On another node. It may never have seen the worker of ours that has ended; one that it has refused is no
+        news, and may be started anew."""
+        from stepahead.worker.handshake import report_gone
+        from stepahead.worker.link_key import read_key_file
 
-def first_failure(said: str, raised: set[int], bereft: set[int]) -> tuple[int, int] | None:
-    """said: torchrun's own output. raised, bereft: see RankLines. Returns: the local rank that failed by itself, and
-    its exit code. torchrun only looks now and then, takes the lowest rank of those that have ended since, and stops
-    the others, be they in the middle of their own end."""
-    first = _FAILED_FIRST.search(said)
-    if first is None:
-        return None
-    failures = [(int(found["rank"]), int(found["code"])) for found in (first, *_FAILED.finditer(said))]
-    rank, code = failures[0]
-    for other, other_code in failures if rank in bereft else []:
-        was_stopped = other_code == -signal.SIGTERM
-        if other not in bereft and (other in raised or not was_stopped):
-            return other, code if was_stopped else other_code
-    return rank, code
-
-
-class RankLines:
-    """Prints whole lines of the ranks on standard error, each with its rank. torchrun passes on what a rank has written
-    so far, be it half a line, and then a piece of another rank's.
-
-    raised: local ranks that have shown a traceback. bereft: those that have said that another one is gone.
-    """
-
-    def __init__(self, first_rank: int) -> None:
-        self._first_rank = first_rank
-        self.raised: set[int] = set()
-        self.bereft: set[int] = set()
-        self._begun: dict[int, str] = {}
-
-    def take(self, text: str) -> str:
-        """Returns: what of it comes from no rank."""
-        others, *pieces = _MARKED.split(text)
-        for local_rank, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
-            begun = self._begun.pop(local_rank, "") + piece
-            if begun.endswith("\n"):
-                self._print(local_rank, begun)
-            else:
-                self._begun[local_rank] = begun
-        # What torchrun says goes on where a rank has left a line unfinished.
-        return others + "".join(piece for piece in pieces[1::2] if _FAILED_FIRST.search(piece))
-
-    def end(self) -> None:
-        for local_rank, begun in self._begun.items():
-            self._print(local_rank, begun + "\n")
-
-    def _print(self, local_rank: int, line: str) -> None:
-        if _RAISED in line:
-            self.raised.add(local_rank)
-        elif _BEREFT in line:
-            self.bereft.add(local_rank)
-        print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)
+        plan, failure = self._plan, self._failure
+        assert plan.address is not None
+        how = f"was stopped by {signal.Signals(self._signals[0]).name}" if self._signals else "could not be started"
+        report_gone(
+            plan.address,
+            None if plan.key_file is None else read_key_file(plan.key_file),
+            plan.first_rank + (0 if failure is None else failure.local_rank),
+            0 if failure is None else failure.pid,
+            f"{how if failure is None else failure.how} on {socket.gethostname()}",
+        )
 
 
 def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Callable[[], bool]) -> bool:

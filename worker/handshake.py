@@ -5,6 +5,8 @@ Hello (rank, machine, …)       ───▶   checks it; said again whenever t
                                ◀───   Start (settings, addresses), or Refused (why): the worker then ends
                                ◀───   Join, once every rank has come: where the ranks find each other
 Ready, on the replies' link    ───▶
+
+Gone, of a worker that ended too early for the engine to see it, comes from whoever had started it.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ from .codec import Codec, CodecError
 from .engine_link import EngineLink
 from .link_key import GIVE_UP_WEIGHT, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
-from .sockets import SIGNAL_CHECK_MS
+from .sockets import SIGNAL_CHECK_MS, connect, open_socket
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of all messages between executor and worker. Both ends must have the same."""
 
 _COUNT_S = 10.0
 """An engine that ends now and then while its workers wait has not refused them."""
+
+_REPORT_MS = 2000
+"""How long whoever reports a worker's end waits for the engine."""
 
 _Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, msgspec.Meta(max_length=255)]
@@ -56,6 +61,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     pid: _Small
     machine: _Name
     rendezvous: _Name | None = None
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True):
+    """A worker has ended. machine, pid: as in its Hello, if it came to that. reason: "exited with code 1"."""
+
+    protocol: _Small
+    rank: _Small
+    machine: _Name
+    pid: _Small
+    reason: _Name
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -177,13 +192,24 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
                 return _accepted(codec, frames)
 
 
-def await_join(link: EngineLink) -> Join | None:
-    """None when the engine ends before all ranks have come. Raises: LinkLostError."""
+def report_gone(address: str, key: LinkKey | None, rank: int, pid: int, reason: str) -> None:
+    """To the engine, if there is one. pid: on this machine."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with open_socket(context, zmq.DEALER, _REPORT_MS) as link:
+        if key is not None:
+            key.present(link)
+        connect(link, address)
+        link.send(msgspec.msgpack.encode(Gone(PROTOCOL, rank, machine_id(), pid, reason)))
+    context.term()
+
+
+def await_join(link: EngineLink) -> Join | Shutdown:
+    """Shutdown when the engine ends before all ranks have come. Raises: LinkLostError."""
     codec: Codec[Join | Shutdown | Start] = Codec(Join | Shutdown | Start)
     while True:
         word = codec.decode(link.receive())
         if not isinstance(word, Start):  # another one answers a greeting whose link broke
-            return word if isinstance(word, Join) else None
+            return word
 
 
 def _accepted(codec: Codec[Start | Refused], frames: list[bytes]) -> Start:

@@ -182,7 +182,9 @@ class Call(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    pass
+    """is_failure: the engine ends because something has failed, here or elsewhere."""
+
+    is_failure: bool = False
 
 
 WorkerRpc = ExecuteModel | SampleTokens | Call | Shutdown

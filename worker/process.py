@@ -44,6 +44,8 @@ REPLY_LINGER_MS = 2000
 _NEVER_MS = 1 << 30
 """Long after a worker that has lost its link is gone: another engine at the same address gets none of its replies."""
 
+ENGINE_HAS_FAILED = "the engine has failed; leaving"
+
 LEAVE_SECONDS = 5.0
 """How long a worker that ends may take."""
 
@@ -103,8 +105,8 @@ def _run(
             import torch  # noqa: F401
 
         join = await_join(plans)
-        if join is None:
-            return 0
+        if isinstance(join, Shutdown):
+            return link.exit_code(join)
         worker = make_worker(start.worker_class, start.config, start.rank, rendezvous(join))
         ready = Ready(worker.info())
     except Exception as error:
@@ -120,12 +122,12 @@ def _run(
     replies.start()
     try:
         replies.put(ready)
-        serve(worker, start.rank, plans.receive, replies, allow_callables)
+        last_word = serve(worker, start.rank, plans.receive, replies, allow_callables)
         end.begin()
         worker.shutdown()
     finally:
         replies.close()
-    return 1 if link.has_failed else 0
+    return link.exit_code(last_word)
 
 
 def _rendezvous(join: Join, place: Place, listener: Listener | None) -> Rendezvous | None:
@@ -165,9 +167,9 @@ def serve(
     receive: Callable[[], list[bytes]],
     replies: WorkerAsyncOutputCopy,
     allow_callables: bool,
-) -> None:
-    """Until Shutdown, or receive() raises LinkLostError. After a step has failed the batch's state is unknown: further
-    steps are not run."""
+) -> Shutdown | None:
+    """Until Shutdown, or receive() raises LinkLostError: None. After a step has failed the batch's state is unknown:
+    further steps are not run."""
     codec: Codec[WorkerRpc] = Codec(WorkerRpc)
     broken = False
     while True:
@@ -175,12 +177,12 @@ def serve(
             rpc = codec.decode(receive())
         except LinkLostError as error:
             replies.put(failure(rank, error))
-            return
+            return None
         except CodecError as error:
             logger.error("dropped a message: %s", error)
             continue
         if isinstance(rpc, Shutdown):
-            return
+            return rpc
         if isinstance(rpc, Call):
             if rpc.method == "stop_profile":  # the engine may have a step's tokens before its push is recorded
                 replies.flush()
@@ -222,13 +224,10 @@ def _answer(worker: Worker, rank: int, call: Call, allow_callables: bool) -> Cal
 
 
 class _ReplyLink:
-    """The PUSH socket to the executor. One thread opens and closes it; another one may send while it lives.
-
-    has_failed: whether a failure that ends the engine was sent.
-    """
+    """The PUSH socket to the executor. One thread opens and closes it; another one may send while it lives."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.has_failed = False
+        self._has_failed = False
         self._rank, self._stands_alone = -1, False
         self.socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
         self._codec: Codec[WorkerReply] = Codec(WorkerReply)
@@ -246,7 +245,7 @@ class _ReplyLink:
 
     def send(self, reply: WorkerReply) -> None:
         if isinstance(reply, Failure) and reply.call_id is None:
-            self.has_failed = True
+            self._has_failed = True
             told = reply.message if reply.user_error else reply.traceback.rstrip()
             if self._stands_alone and told:
                 logger.error("%s", told)
@@ -255,6 +254,13 @@ class _ReplyLink:
         except TypeError as error:  # an array of a kind that does not travel: a bug of ours, but no silence
             frames = self._codec.encode(failure(self._rank, error))
         self.socket.send_multipart(frames)
+
+    def exit_code(self, last_word: Shutdown | None) -> int:
+        """After all has been sent. last_word: the engine's, None if its link was lost."""
+        fails_with_engine = last_word is not None and last_word.is_failure and not self._has_failed
+        if fails_with_engine and self._stands_alone:
+            logger.error("%s", ENGINE_HAS_FAILED)
+        return int(self._has_failed or fails_with_engine)
 
     def close(self) -> None:
         self.socket.disable_monitor()

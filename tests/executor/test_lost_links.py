@@ -108,7 +108,8 @@ def test_a_rank_that_is_not_reached_is_named_and_the_others_still_are(site: Site
     executor.shutdown()
     assert time.monotonic() - began < SOON
     _, errors = workers[1].communicate(timeout=DEADLINE)
-    assert (workers[1].returncode, errors) == (0, "")
+    assert workers[1].returncode == 1
+    assert [line.endswith("the engine has failed; leaving") for line in errors.splitlines()] == [True]
     os.kill(workers[0].pid, signal.SIGCONT)
     assert workers[0].wait(DEADLINE) == 1
     own.close()

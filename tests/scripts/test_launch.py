@@ -44,13 +44,16 @@ def clean(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def launch_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("launch_script", SCRIPT)
+def module_of(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OUTPUT = module_of(SCRIPT.with_name("torchrun_output.py"))
 
 
 @pytest.mark.usefixtures("clean")
@@ -98,7 +101,7 @@ def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_w
     model: str, tmp_path: Path, head: str, bound: str
 ) -> None:
     write_key_file(tmp_path / "key")
-    script = launch_script()
+    script = module_of(SCRIPT)
     two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
     plan = script.make_plan(*script._parse(["--model", model, *two]))
     assert f"--executor-address={bound}" in plan.engine
@@ -108,7 +111,7 @@ def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_w
 def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhile(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = launch_script().RankLines(4)
+    lines = OUTPUT.RankLines(4)
     said = ["\x1e0\x1efirst half,\x1e1\x1e  indented\n", "W1130 torchrun\n", "\x1e0\x1e second\n", "\x1e1\x1elast"]
     assert [lines.take(piece) for piece in said] == ["", "W1130 torchrun\n", "", ""]
     died = "half a line, E1 api.py] failed (exitcode: -9) local_rank: 1 (pid: 7)\n"
@@ -119,7 +122,7 @@ def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhi
     ]  # fmt: skip
 
 
-TORCHRUN = """E1129 23:31:36.912000 6450 api.py:1003] failed (exitcode: {}) local_rank: {} (pid: 6487) of binary: python
+TORCHRUN = """E1129 23:31:36.912000 6450 api.py:1003] failed (exitcode: {}) local_rank: {} (pid: {}) of binary: python
 stepahead.worker FAILED
 Failures:
 [1]:
@@ -131,6 +134,7 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : {} (pid: 6487)
 """
+PIDS = (6487, 6488)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +153,8 @@ def test_of_ranks_that_fail_at_once_the_one_that_misses_no_other_is_named(
     first: int, codes: tuple[int, int], raised: set[int], bereft: set[int], failure: tuple[int, int]
 ) -> None:
     """codes: of ranks 0 and 1."""
-    said = TORCHRUN.format(codes[first], first, codes[1], codes[0])
-    assert launch_script().first_failure(said, raised, bereft) == failure
+    said = TORCHRUN.format(codes[first], first, PIDS[first], codes[1], codes[0])
+    assert OUTPUT.first_failure(said, raised, bereft) == (*failure, PIDS[failure[0]])
 
 
 @pytest.mark.usefixtures("clean")

@@ -42,8 +42,10 @@ class Nodes:
             write_key_file(file)
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, model: str, sizes: list[str], command: list[str], keys: tuple[int, int] = (0, 0)) -> None:
-        """keys: node 0's and node 1's."""
+    def start(
+        self, model: str, sizes: list[str], command: list[str], keys: tuple[int, int] = (0, 0), path: str | None = None
+    ) -> None:
+        """keys: node 0's and node 1's. path: where node 1 looks for modules first."""
         head = f"127.0.0.1:{port_below_the_ephemeral()}"
         for node in (0, 1):
             place = [
@@ -58,7 +60,9 @@ class Nodes:
             ]
             with open(self._errors(node), "w") as errors:
                 asked = [] if node else ["--", *command]
-                self.processes.append(launch(model, *sizes, *place, *asked, stderr=errors))
+                searched = os.pathsep.join([path, our_path()]) if node and path else our_path()
+                environment = {**os.environ, "PYTHONPATH": searched}
+                self.processes.append(launch(model, *sizes, *place, *asked, stderr=errors, env=environment))
 
     def _errors(self, node: int) -> Path:
         return self.folder / f"errors of node {node}"
@@ -79,7 +83,6 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")
-    monkeypatch.setenv("PYTHONPATH", our_path())
     with nothing_left_behind(monkeypatch):
         pair = Nodes(tmp_path)
         try:
@@ -123,6 +126,39 @@ def test_a_rank_killed_on_one_node_ends_both(
     told = [line for line in nodes.errors(0).splitlines() if line.startswith("stepahead: error: ")]
     assert [f"worker rank {killed}: is gone (pid {ranks[killed]} on " in line for line in told] == [True]
     assert not alive(family)
+
+
+WORKER_BEGINS = """
+import os, sys, time
+if "stepahead.worker" in sys.orig_argv and "torch.distributed.run" not in sys.orig_argv:
+    {}
+"""
+"""sitecustomize.py, which python runs before anything else."""
+
+
+@pytest.mark.parametrize(
+    ("begins", "code", "how"),
+    [
+        ("os._exit(7)", 7, "exited with code 7"),
+        ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL"),
+        ("open('begun', 'w').close(); time.sleep(60)", 128 + signal.SIGTERM, "was stopped by SIGTERM"),
+    ],
+)
+def test_a_rank_that_ends_before_it_greets_ends_the_other_node_too(
+    nodes: Nodes, model: str, tmp_path: Path, begins: str, code: int, how: str
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(WORKER_BEGINS.format(begins.replace("begun", str(begun))))
+    nodes.start(model, ["--tp", "2"], LONG, path=str(tmp_path))
+    if "sleep" in begins:
+        wait_until(begun.exists, "node 1's worker begins")
+        nodes.processes[1].terminate()
+    codes = nodes.end()
+    assert codes == [1, code], nodes.errors(0) + nodes.errors(1)
+    (told,) = [line for line in nodes.errors(0).splitlines() if line.startswith("stepahead: error: ")]
+    assert told.startswith(
+        f"stepahead: error: the engine failed to start: worker rank 1: {how} on {socket.gethostname()}"
+    )
 
 
 def test_a_node_with_another_key_says_so_and_the_engine_waits_on(nodes: Nodes, model: str) -> None:

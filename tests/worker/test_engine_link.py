@@ -112,7 +112,7 @@ def test_what_answers_a_second_greeting_and_probes_are_passed_over(engine: Engin
     engine.say(START, START, PROBE, Join("tcp://a:1"), PROBE, Shutdown())
     started.result(10)
     assert await_join(worker.link) == Join("tcp://a:1")
-    assert await_join(worker.link) is None
+    assert await_join(worker.link) == Shutdown()
 
 
 def test_what_came_before_a_watched_link_was_lost_is_read_before_that_counts(engine: Engine, worker: Worker) -> None:
@@ -121,7 +121,7 @@ def test_what_came_before_a_watched_link_was_lost_is_read_before_that_counts(eng
     engine.end(linger=1000)
     time.sleep(0.3)  # its end is known here too
     assert await_join(worker.link) == Join(None)
-    assert await_join(worker.link) is None
+    assert await_join(worker.link) == Shutdown()
     with pytest.raises(LinkLostError):
         worker.link.receive()
 
