@@ -7,6 +7,7 @@ Each runs `python -m stepahead.worker --connect ADDRESS`; the executor waits unt
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import zmq
 
 from ..config import ResolvedConfig
 from ..errors import ConfigError, WorkerError
-from ..worker.addresses import is_loopback, split_tcp
+from ..worker.addresses import is_loopback, is_wildcard, split_tcp
 from ..worker.child_process import wait_readable
 from ..worker.engine_link import PROBE
 from ..worker.handshake import Hello
@@ -99,8 +100,11 @@ class ExternalExecutor(RemoteExecutor):
             logger.warning("still waiting for ranks %s: %s", ranks, self._how_to_come())
 
     def _how_to_come(self) -> str:
+        where = self.address
+        if where.startswith("tcp://") and is_wildcard(split_tcp(where)[0]):
+            where = f"tcp://{socket.gethostname()}:{split_tcp(where)[1]}"
         key = f" --key-file {self.config.settings.key_file}" if self.key is not None else ""
-        return f"python -m stepahead.worker --connect {self.address}{key}"
+        return f"python -m stepahead.worker --connect {where}{key} --rank RANK --local-rank GPU"
 
     def _welcome(self, hello: Hello) -> None:
         assert self._heartbeats is not None

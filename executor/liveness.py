@@ -16,6 +16,7 @@ from ..worker.child_process import wait_readable
 from ..worker.handshake import Hello, machine_id
 from ..worker.heart import INTERVAL_S, LONGEST_TURN_S, Beat
 from ..worker.logs import Complaints
+from ..worker.sockets import take
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,10 @@ class Heartbeats:
                 self._link.close()
                 return
             for _ in range(_MOST_BEATS):
-                if not self._link.poll(0):
+                frames = take(self._link)
+                if frames is None:
                     break
-                self._echo(self._link.recv_multipart())
+                self._echo(frames)
             self._judge(time.monotonic() - began - LONGEST_TURN_S)
 
     def _echo(self, frames: list[bytes]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ import zmq
 
 from ..config import EngineConfig, ResolvedConfig
 from ..errors import ConfigError
-from ..worker.addresses import is_loopback, split_tcp
+from ..worker.addresses import is_loopback, is_wildcard, split_tcp
 from ..worker.link_key import LinkKey
 from ..worker.process import WORKER_CLASS
 from ..worker.sockets import SIGNAL_CHECK_MS
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 << 20
 """Nothing goes through it, and Ray takes no less."""
 _LAST_WORD_S = 5.0
+_CONNECT_S = 5.0
 
 
 class RayExecutor(ExternalExecutor):
@@ -66,7 +69,7 @@ class RayExecutor(ExternalExecutor):
     def _start_workers(self, address: str) -> None:
         assert self.key is not None
         host, port = split_tcp(address) if address.startswith("tcp://") else ("", 0)
-        if host in ("0.0.0.0", "::", "*"):
+        if is_wildcard(host):
             address = f"tcp://{self._cluster.host}:{port}"
         seats = self._cluster.take_seats()
         for rank, seat in enumerate(seats):
@@ -130,7 +133,9 @@ class _Cluster:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(f"executor 'ray' needs Ray: pip install 'stepahead[ray]' ({error})") from error
+            raise ConfigError(f"executor 'ray' needs Ray: install stepahead with its extra `ray` ({error})") from error
+        if self._address:
+            _check_reachable(self._address)
         if ray.is_initialized():
             raise ConfigError("executor 'ray' needs a process in which Ray has not been started")
         options: dict[str, Any] = {"address": self._address}
@@ -148,8 +153,10 @@ class _Cluster:
                 self._ray = ray
                 ray.init(**options, configure_logging=False, log_to_driver=True)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                where = "be started here" if self.is_ours else f"be reached at RAY_ADDRESS={self._address}"
-                raise ConfigError(f"Ray cannot {where}: {error}") from error
+                where = "be started here" if self.is_ours else f"be joined at RAY_ADDRESS={self._address}"
+                asks = not self.is_ours and "RAY_AUTH_MODE" not in os.environ
+                hint = "; if it asks for a token, set RAY_AUTH_MODE=token here too" if asks else ""
+                raise ConfigError(f"Ray cannot {where}: {error}{hint}") from error
 
     def take_seats(self) -> list[_Seat]:
         """One for each rank, those of one machine in a row. Waits until there is room. Raises: ConfigError when the
@@ -237,6 +244,16 @@ class _Ends:
             for writer in self._writers.intersection(writers):
                 os.close(writer)
             self._writers.difference_update(writers)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for a minute and a half. address: RAY_ADDRESS, which may also be a word."""
+    if not re.fullmatch(r"(ray://)?[^/]+:\d+", address):
+        return
+    try:
+        socket.create_connection(split_tcp(address.removeprefix("ray://")), _CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(f"RAY_ADDRESS={address}: nobody answers there ({error.strerror or error})") from error
 
 
 @contextlib.contextmanager

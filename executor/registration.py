@@ -108,7 +108,8 @@ class Registration:
         if hello is None:
             return "its greeting makes no sense"
         if hello.rank >= world_size:
-            return f"rank {hello.rank} is not among the {world_size} that are expected (0 to {world_size - 1})"
+            expected = f"the {world_size} that are expected (0 to {world_size - 1})"
+            return f"rank {hello.rank} is not among {expected}: was the engine asked for another size?"
         taken = self.hellos.get(hello.rank)
         if taken is not None and (self.is_closed or _process(taken) != _process(hello)):
             return f"rank {hello.rank} has come already (from {taken.host}, pid {taken.pid})"

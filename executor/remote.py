@@ -40,7 +40,7 @@ from ..worker.messages import (
     WorkerRpc,
 )
 from ..worker.process import WORKER_CLASS
-from ..worker.sockets import SIGNAL_CHECK_MS, open_socket
+from ..worker.sockets import SIGNAL_CHECK_MS, open_socket, take
 from .base import Executor, Future
 from .liveness import Monitor
 from .registration import Addresses, Registration
@@ -286,8 +286,11 @@ class RemoteExecutor(Executor):
 
     def _take_greeting(self) -> None:
         """One: whoever floods us with them holds up nobody else."""
+        message = take(self._plans)
+        if message is None:
+            return
         assert self._registration is not None
-        route, *frames = self._plans.recv_multipart()
+        route, *frames = message
         try:
             hello, answer = self._registration.answer(route, frames)
         except WorkerError as error:
@@ -301,10 +304,10 @@ class RemoteExecutor(Executor):
     def _take_replies(self) -> int:
         """Returns: how many, _MOST_REPLIES at most: whoever floods us with them does not hide what else happens."""
         taken = 0
-        while taken < _MOST_REPLIES and self._replies.poll(0):
+        while taken < _MOST_REPLIES and (frames := take(self._replies)) is not None:
             taken += 1
             try:
-                self._take(self._reply_codec.decode(self._replies.recv_multipart()))
+                self._take(self._reply_codec.decode(frames))
             except CodecError as error:
                 self._complaints.log(f"dropped a message: {error}", "no message")
         return taken

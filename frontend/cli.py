@@ -77,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check(argv: Sequence[str]) -> None:
+    """What can be said of a command line before anything is started. Raises: SystemExit, StepaheadError."""
+    arguments = _parser().parse_args(argv)
+    if arguments.run is _generate:
+        _questions(arguments)
+
+
 def _terminate(signum: int, frame: types.FrameType | None) -> None:
     sys.exit(_TERMINATED)
 
@@ -180,16 +187,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     settings = _given(arguments, [name for name in EngineConfig.__struct_fields__ if name not in _NOT_OPTIONS])
     if "log_level" in settings:
         log_to_stderr("front end", settings["log_level"])
-    from .cli_requests import requests_of
-
-    asked = requests_of(arguments)
-    stream = not arguments.json and len(asked) == 1
-    params = SamplingParams(
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-        **_given(arguments, _SAMPLING),
-    )
+    asked, params = _questions(arguments)
     from .async_llm import AsyncLLM
 
     engine = AsyncLLM(arguments.model, **settings)
@@ -204,6 +202,21 @@ def _generate(arguments: argparse.Namespace) -> None:
         print(json.dumps(report.as_dict()))
     else:
         print(report.end_line(), file=sys.stderr)
+
+
+def _questions(arguments: argparse.Namespace) -> tuple[Sequence[CommandRequest], SamplingParams]:
+    """Raises: InvalidRequestError."""
+    from .cli_requests import requests_of
+
+    asked = requests_of(arguments)
+    stream = not arguments.json and len(asked) == 1
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        **_given(arguments, _SAMPLING),
+    )
+    return asked, params
 
 
 async def _answer(

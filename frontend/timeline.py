@@ -42,7 +42,7 @@ def draw_timeline(windows: Sequence[Window], title: str, folder: Path) -> list[P
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing the timeline needs matplotlib: pip install 'stepahead[trace]'") from None
+        raise ConfigError("drawing the timeline needs matplotlib: install stepahead with its extra `trace`") from None
     figure = Figure(figsize=(14, 3.75 * len(windows) + 1.1))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.06, hspace=0.04)

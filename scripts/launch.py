@@ -55,11 +55,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, command = _parse(sys.argv[1:] if argv is None else argv)
-    from stepahead.errors import ConfigError
+    from stepahead.errors import StepaheadError
 
     try:
         plan = make_plan(arguments, command)
-    except ConfigError as error:
+    except StepaheadError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return _REFUSED
     with PrivateFolder() as folder:
@@ -79,9 +79,11 @@ class LaunchPlan:
 
 
 def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
-    """Raises: ConfigError when the model, the machine and the wishes do not go together."""
+    """Raises: ConfigError when the model, the machine and the wishes do not go together; InvalidRequestError and
+    SystemExit when the engine would not take its command line."""
     from stepahead.config import check_division, parse_settings
     from stepahead.errors import ConfigError
+    from stepahead.frontend import cli
     from stepahead.frontend.hub import resolve_folder
     from stepahead.worker.model_config import read_model_config
 
@@ -96,6 +98,8 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         )
     if command and arguments.node_rank:
         raise ConfigError(f"{command[0]!r} ...: only node 0 takes what follows `--`")
+    if arguments.nnodes > 1 and not arguments.key_file:
+        raise ConfigError("--nnodes above 1 needs --key-file, the same on all: `stepahead keygen FILE` makes one")
     model = os.path.abspath(resolve_folder(arguments.model, None))
     check_division(read_model_config(model), arguments.tp, arguments.pp)
     local_size = world_size // arguments.nnodes
@@ -117,6 +121,7 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         name, rest = (command[0], command[1:]) if command and command[0][:1] != "-" else ("generate", command)
         options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
         engine = [name, "--model", model, *options, *rest]
+        cli.check(engine)
     return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
 
 
@@ -230,7 +235,8 @@ class Launch:
         if self._failure is not None:
             self._is_news = self._failure.local_rank not in ranks.bereft
             rank = self._plan.first_rank + self._failure.local_rank
-            print(f"launch: rank {rank} {self._failure.how}", file=sys.stderr, flush=True)
+            if self._is_news:  # else it has said whom it misses, and the engine says why
+                print(f"launch: rank {rank} {self._failure.how}", file=sys.stderr, flush=True)
         elif workers.wait() and not self._signals and not self._ends_them:
             print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
 
@@ -339,7 +345,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--head", metavar="HOST:PORT", help="node 0, as the others reach it, and a free port there")
     parser.add_argument("--key-file", metavar="FILE", help="made by stepahead keygen; the same on all machines")
-    return parser.parse_args(argv[:split]), list(argv[split + 1 :])
+    arguments, unknown = parser.parse_known_args(argv[:split])
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} (what goes to the engine follows a --)")
+    return arguments, list(argv[split + 1 :])
 
 
 def _use_venv() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout and installs stepahead with an extra: scripts/setup.sh [demo|dev].
+# Makes .venv in the checkout and installs stepahead with an extra: scripts/setup.sh [demo|dev|cpu|ray|trace].
 # Does nothing when nothing has changed since the last time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -103,7 +103,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--key-file", metavar="FILE", help="the engine's key_file")
     parser.add_argument("--rank", type=int, metavar="INT", help="stage * tensor_parallel_size + rank within the stage")
     parser.add_argument("--local-rank", type=int, metavar="INT", help="which of this machine's GPUs; default: 0")
-    parser.add_argument("--local-size", type=int, metavar="INT", help="workers on this machine; default: one more")
+    parser.add_argument(
+        "--local-size", type=int, metavar="INT", help="workers of this machine; default: local rank + 1"
+    )
     parser.add_argument(
         "--first-rank", type=int, metavar="INT",
         help="when each machine has a torchrun of its own: the rank of this machine's first worker",

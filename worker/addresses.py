@@ -23,6 +23,11 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether a socket bound there listens on every network."""
+    return host in ("*", "0.0.0.0", "::")
+
+
 def tcp_host(address: str, name: str) -> str | None:
     """Of an address that somebody typed; None for ipc://. name: of the setting or option, for the message.
 

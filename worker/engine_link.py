@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import LinkLostError
 from .link_key import LinkKey
-from .sockets import SIGNAL_CHECK_MS, connect, open_socket
+from .sockets import SIGNAL_CHECK_MS, connect, open_socket, take
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +58,15 @@ class EngineLink:
     def receive(self) -> list[bytes]:
         """Waits for a message. Raises: LinkLostError, when all that came before the loss has been taken."""
         while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = take(self.socket)
+            if frames is None:
                 if self._is_lost and not self.socket.poll(_LAST_WORD_MS):
                     logger.error("lost the link to the engine; leaving")
-                    raise LinkLostError from None
+                    raise LinkLostError
                 ready = dict(self._poller.poll(SIGNAL_CHECK_MS))
                 lost = [events for events in self._watched if events in ready and _tells_of_loss(events)]
                 self._is_lost = self._is_lost or bool(lost)
-                continue
-            if frames != [PROBE]:
+            elif frames != [PROBE]:
                 return frames
 
     def close(self) -> None:

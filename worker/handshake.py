@@ -12,6 +12,7 @@ Gone, of a worker that ended too early for the engine to see it, comes from whoe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -30,13 +31,18 @@ from .codec import Codec, CodecError
 from .engine_link import EngineLink
 from .link_key import GIVE_UP_WEIGHT, LinkKey, explain_refused_link, weight_of_failure
 from .messages import Shutdown
-from .sockets import SIGNAL_CHECK_MS, connect, open_socket
+from .sockets import SIGNAL_CHECK_MS, connect, open_socket, take
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL = 3
 """Of all messages between executor and worker. Both ends must have the same."""
 
 _COUNT_S = 10.0
 """An engine that ends now and then while its workers wait has not refused them."""
+
+_SILENT_S, _SILENT_AGAIN_S = 5.0, 30.0
+"""When a worker says that nobody answers it: a mistyped address looks like an engine that is still to come."""
 
 _REPORT_MS = 2000
 """How long whoever reports a worker's end waits for the engine."""
@@ -174,8 +180,12 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
     poller.register(link.socket, zmq.POLLIN)
     poller.register(link.events, zmq.POLLIN)
     is_up, failures, counted_since = False, 0, time.monotonic()
+    call_at = counted_since + _SILENT_S
     while True:
         ready = dict(poller.poll(SIGNAL_CHECK_MS))
+        if time.monotonic() > call_at:
+            call_at = time.monotonic() + _SILENT_AGAIN_S
+            logger.warning("rank %d: no engine answers at %s; still trying", place.rank, address)
         if link.events in ready:  # first: they say whether a message is of the link that is up now
             event = recv_monitor_message(link.events)["event"]
             is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -187,8 +197,8 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
             if failures >= GIVE_UP_WEIGHT:
                 raise RefusedError(explain_refused_link(address, key))
         elif link.socket in ready:
-            frames = link.socket.recv_multipart()
-            if is_up:
+            frames = take(link.socket)
+            if is_up and frames is not None:
                 return _accepted(codec, frames)
 
 

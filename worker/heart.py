@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from .link_key import LinkKey
-from .sockets import connect, open_socket
+from .sockets import connect, open_socket, take
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def _beat(
             began = time.monotonic()
             time_for_next = began + INTERVAL_S
             while link.poll(max(0, int((time_for_next - time.monotonic()) * 1000))):
-                link.recv_multipart()
-                heard = time.monotonic()
+                if take(link) is not None:
+                    heard = time.monotonic()
             excess = time.monotonic() - began - LONGEST_TURN_S
             if excess > 0:
                 heard = min(heard + excess, time.monotonic())

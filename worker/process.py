@@ -246,7 +246,7 @@ class _ReplyLink:
     def send(self, reply: WorkerReply) -> None:
         if isinstance(reply, Failure) and reply.call_id is None:
             self._has_failed = True
-            told = reply.message if reply.user_error else reply.traceback.rstrip()
+            told = reply.message if reply.user_error or reply.lost_peer else reply.traceback.rstrip()
             if self._stands_alone and told:
                 logger.error("%s", told)
         try:

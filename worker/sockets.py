@@ -109,6 +109,15 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
     return socket
 
 
+def take(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """A message, if there is one. That poll() says so is not enough: with CURVE, libzmq counts the peer's credential,
+    which the answer to its first heartbeat lets through alone, and then a plain recv waits for ever."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
     """address: a bound one; of an IPv6 address, in brackets."""
     socket.setsockopt(zmq.IPV6, int("[" in address))

@@ -23,6 +23,7 @@ from external_site import Site, hello, lines, step
 from paper_device import generate_alone, paper_config
 from paper_worker import PaperExternal
 from plans import PROMPT
+from ports import port_below_the_ephemeral
 from process_tools import DEADLINE, nothing_left_behind, wait_until
 from stepahead.errors import ConfigError, WorkerError
 from stepahead.worker.handshake import PROTOCOL
@@ -157,6 +158,30 @@ def test_only_the_key_opens_the_links(site: Site, tmp_path: Path, caplog: pytest
     executor = site.executor()
     assert step(executor, 0) == generate_alone(PROMPT, 1, (), 512)[0]
     assert executor.collective_rpc(lambda worker: worker.rank) == [0]
+
+
+def test_ranks_with_a_key_may_come_seconds_apart_and_the_engine_says_whom_it_waits_for(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepahead.executor.external._FIRST_CALL_S", 2.5)  # the links' first heartbeats come after one
+    write_key_file(tmp_path / "key")
+    site.open(key_file=str(tmp_path / "key"), tensor_parallel_size=2)
+    site.worker(1, tmp_path / "key")
+    wait_until(lambda: lines(caplog, "still waiting for ranks 0: "), "a line about rank 0")
+    (told,) = lines(caplog, "still waiting")
+    assert told.endswith(f"--connect {site.address} --key-file {tmp_path}/key --rank RANK --local-rank GPU")
+    time.sleep(1.5)
+    site.worker(0, tmp_path / "key")
+    executor = site.executor()
+    assert [step(executor, i) for i in range(3)] == generate_alone(PROMPT, 3, (), 512)
+
+
+def test_a_worker_that_nobody_answers_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"tcp://127.0.0.1:{port_below_the_ephemeral()}"
+    worker = site.worker(3, address=address)
+    assert worker.stderr is not None
+    assert worker.stderr.readline() == f"rank 3: no engine answers at {address}; still trying\n"
+    worker.kill()
 
 
 def test_a_killed_worker_of_this_machine_is_named_at_once(site: Site) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,8 @@ import stepahead
 from oracle import token_ids
 from paper_device import generate_alone, paper_config
 from plans import PROMPT
-from process_tools import nothing_left_behind
+from ports import port_below_the_ephemeral
+from process_tools import nothing_left_behind, wait_until
 from stepahead import LLM, SamplingParams
 from stepahead.errors import ConfigError
 from stepahead.executor.ray_executor import RayExecutor
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @contextlib.contextmanager
 def ray_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'stepahead[ray]'")
+    pytest.importorskip("ray", reason="needs stepahead's extra `ray`")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("STEPAHEAD_SYNC_CHECK", "off")  # under it torch makes a cache folder of its own
     with nothing_left_behind(monkeypatch), tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as logs:
@@ -51,6 +54,49 @@ def test_ranks_that_ray_starts_give_the_tokens_of_one_process(monkeypatch: pytes
     alone = tokens(folder, executor="uni")
     with ray_of_our_own(monkeypatch):
         assert tokens(folder, executor="ray", tensor_parallel_size=2) == alone
+
+
+@contextlib.contextmanager
+def a_cluster(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Ray as others have started it, with two CPUs; it asks for a token."""
+    options = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "2", "--include-dashboard", "false"]
+    ray = Path(sys.executable).with_name("ray")
+    command = [str(ray), "start", "--head", "--block", "--object-store-memory", str(80 << 20), *options]
+    cluster = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield cluster
+    finally:
+        cluster.terminate()
+        cluster.wait(60)
+
+
+def test_ranks_in_a_cluster_that_was_there_give_the_tokens_of_one_process_and_leave_it_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_tiny_model("LlamaForCausalLM", tmp_path)
+    alone = tokens(folder, executor="uni")
+    port = port_below_the_ephemeral()
+    with ray_of_our_own(monkeypatch):
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        with a_cluster(port) as cluster:
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+            wait_until(lambda: not connects(port), "Ray listens", 60)
+            assert tokens(folder, executor="ray", pipeline_parallel_size=2) == alone
+            assert cluster.poll() is None
+
+
+def connects(port: int) -> int:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port))
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs stepahead's extra `ray`")
+    address = f"127.0.0.1:{port_below_the_ephemeral()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: nobody answers there .Connection refused"):
+        RayExecutor(paper_config(executor="ray"))
 
 
 PAPER_ENGINE = """
@@ -99,5 +145,5 @@ def test_a_killed_worker_of_rays_is_named_and_the_engine_process_has_no_torch_an
 
 def test_without_ray_the_executor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"executor 'ray' needs Ray: pip install 'stepahead\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"executor 'ray' needs Ray: install stepahead with its extra `ray`"):
         RayExecutor(paper_config(executor="ray"))

@@ -117,7 +117,7 @@ def test_without_matplotlib_the_command_says_so_and_has_written_the_trace(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert trace(write_hash_model(tmp_path / "model", tokenizer=False), tmp_path / "out") == 2
-    assert "pip install 'stepahead[trace]'" in capsys.readouterr().err
+    assert "install stepahead with its extra `trace`" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
 
 

@@ -25,10 +25,10 @@ DEADLINE = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE} seconds: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} seconds: {what}"
         time.sleep(0.01)
 
 

@@ -79,8 +79,10 @@ def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(model: s
             "3 ranks cannot be divided among --nnodes 2 machines",
         ),
         (["--pp", "2", "--nnodes", "2"], "needs --head HOST:PORT"),
-        (["--pp", "2", "--nnodes", "2", "--head", "10.0.0.1:5"], "needs a key_file"),
+        (["--pp", "2", "--nnodes", "2", "--head", "10.0.0.1:5"], "needs --key-file"),
         (["--pp", "2", "--nnodes", "2", "--node-rank", "1", "--head", "localhost:5", "--", "x"], "only node 0 takes"),
+        (["--tp", "3"], "there is nothing to answer: give --prompt"),
+        (["--tp", "3", "--", "--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line_and_nothing_started(
@@ -95,6 +97,23 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_started(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "3", "--prompt", "a"], "unrecognized arguments: --prompt a (what goes to the engine follows a --)"),
+        (["--tp", "3", "--", "--max-tokens", "x", "--prompt", "a"], "--max-tokens: invalid int value: 'x'"),
+        (["--tp", "3", "--", "a prompt"], "invalid choice: 'a prompt'"),
+    ],
+)
+def test_options_that_nobody_knows_are_refused_before_anything_starts(
+    model: str, arguments: list[str], message: str
+) -> None:
+    launched = launch(model, *arguments)
+    output, errors = launched.communicate(timeout=30)
+    assert (launched.returncode, output) == (2, "")
+    assert message in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("head", "bound"), [("10.0.0.1:5", "tcp://*:5"), ("node-0:77", "tcp://*:77"), ("[fd00::1]:5", "tcp://[::]:5")]
 )
 def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_were_given(
@@ -103,7 +122,7 @@ def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_w
     write_key_file(tmp_path / "key")
     script = module_of(SCRIPT)
     two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
-    plan = script.make_plan(*script._parse(["--model", model, *two]))
+    plan = script.make_plan(*script._parse(["--model", model, *two, "--", "--prompt", "a"]))
     assert f"--executor-address={bound}" in plan.engine
     assert plan.address == f"tcp://{head}"
 
