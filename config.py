@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from .errors import ConfigError
-from .worker.addresses import is_loopback, tcp_host
+from .worker.addresses import is_loopback, is_utf8, tcp_host
 from .worker.model_config import DTYPES as CHECKPOINT_DTYPES
 from .worker.model_config import ModelConfig, check_division
 
@@ -140,6 +140,7 @@ def parse_settings(model: str, settings: dict[str, Any]) -> EngineConfig:
         config = msgspec.convert({"model": str(model), **settings}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}") from None
+    _check_texts(config)
     _check_ranges(config)
     _check_links(config)
     return config
@@ -212,6 +213,14 @@ def _check_batch_memory(max_num_seqs: int, max_model_len: int) -> None:
             f"max_num_seqs={max_num_seqs}: token ids of that many requests of max_model_len={max_model_len} fill more "
             f"than this machine's {memory >> 30} GiB of memory; must be at most {most}"
         )
+
+
+def _check_texts(config: EngineConfig) -> None:
+    """They travel to other processes."""
+    for name in EngineConfig.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, str) and not is_utf8(value):
+            raise ConfigError(f"{name}={value!r}: must be UTF-8")
 
 
 def _check_ranges(config: EngineConfig) -> None:

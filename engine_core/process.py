@@ -14,7 +14,6 @@ import logging
 import queue
 import signal
 import threading
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ..config import ResolvedConfig
 from ..errors import ConfigError, StepaheadError, WorkerError
 from ..executor.registry import executor_class
 from ..worker.codec import Codec, CodecError, require_plain
+from ..worker.failure import text_of, traceback_of
 from ..worker.logs import log_to_stderr, phase
 from ..worker.sockets import SIGNAL_CHECK_MS, open_socket, remove_all_directories
 from .messages import (
@@ -229,10 +229,10 @@ def _raise_terminated(_signal: int, _frame: Any) -> None:
 def _message(error: BaseException) -> str:
     """What a person reads first; our own errors already say it all."""
     own = isinstance(error, (StepaheadError, Terminated))
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    return text_of(error) if own else f"{type(error).__name__}: {text_of(error)}"
 
 
 def _traceback(error: BaseException) -> str:
     """The worker's own, if it was the worker, then ours."""
     remote = error.remote_traceback if isinstance(error, WorkerError) else ""
-    return remote + "\n" * bool(remote) + "".join(traceback.format_exception(error))
+    return remote + "\n" * bool(remote) + traceback_of(error)

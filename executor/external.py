@@ -23,7 +23,7 @@ from ..worker.link_key import LinkKey, admit_only, read_key_file
 from ..worker.process import WORKER_CLASS
 from ..worker.sockets import open_socket
 from .address_claim import AddressClaim
-from .links import LinkWatch, bind, drop_silent_peer, limit, reply_limit
+from .links import LinkWatch, allow_many_connections, bind, drop_silent_peer, limit, reply_limit
 from .liveness import START_PATIENCE, Heartbeats, close_all
 from .registration import Addresses
 from .remote import RemoteExecutor
@@ -62,6 +62,7 @@ class ExternalExecutor(RemoteExecutor):
         where = self._where_to_listen()
         if where.startswith("ipc://"):
             self._claim = AddressClaim(where)
+        allow_many_connections()
         health = open_socket(self._context, zmq.ROUTER)
         links = {"plans": self._plans, "replies": self._replies, "health": health}
         limits = {"plans": _HELLO_LIMIT, "replies": reply_limit(self.config), "health": _BEAT_LIMIT}
@@ -80,7 +81,7 @@ class ExternalExecutor(RemoteExecutor):
                 self._claim.sockets.append(bound[name].removeprefix("ipc://"))
         self._heartbeats = Heartbeats(health, timeout)
         self.address = bound["plans"]
-        return Addresses(plans=bound["plans"], replies=bound["replies"], health=bound["health"])
+        return Addresses(bound["plans"], bound["replies"], bound["health"], limits["replies"])
 
     def _link_key(self) -> LinkKey | None:
         key_file = self.config.settings.key_file
@@ -129,7 +130,8 @@ class ExternalExecutor(RemoteExecutor):
                     )
         return meeting
 
-    def _all_ready(self) -> None:
+    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
+        super().initialize_cache(num_blocks, max_model_len)
         assert self._heartbeats is not None
         self._heartbeats.all_started()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ _ANSWER_LIMIT = 64 << 20
 _LOGPROB_BYTES = 8
 _ROW_BYTES = 64
 _MOST_WAITING = 1000
+_MOST_DESCRIPTORS = 1 << 16
 _ASK_EVERY_MS = 1000
 _LONGEST_MS = 6_553_500  # of HEARTBEAT_TTL
 _EVENTS = (
@@ -31,6 +33,14 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
 )
+
+
+def allow_many_connections() -> None:
+    """Each stranger's has a descriptor of this process until its handshake has failed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def reply_limit(config: ResolvedConfig) -> int:

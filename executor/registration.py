@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Of bound sockets. health: of a `liveness.Heartbeats`, where workers need it."""
+    """Of bound sockets. health: of a `liveness.Heartbeats`, where workers need it. longest_reply: bytes, where there
+    is a limit."""
 
     plans: str
     replies: str
     health: str | None = None
+    longest_reply: int | None = None
 
 
 class _AnyHello(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +88,14 @@ class Registration:
         self.hellos[hello.rank] = hello
         logger.info("rank %d has come: %s, pid %d", hello.rank, hello.host, hello.pid)
         addresses = self._addresses
-        start = Start(self._config, hello.rank, self._worker_class, addresses.replies, addresses.health)
+        start = Start(
+            self._config,
+            hello.rank,
+            self._worker_class,
+            addresses.replies,
+            addresses.health,
+            addresses.longest_reply,
+        )
         return hello if is_new else None, self._codec.encode(start)
 
     def close(self) -> None:

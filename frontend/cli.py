@@ -77,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(argv: Sequence[str]) -> None:
-    """What can be said of a command line before anything is started. Raises: SystemExit, StepaheadError."""
+def check(argv: Sequence[str]) -> argparse.Namespace:
+    """A command line, as far as it can be judged before anything is started. Raises: SystemExit, StepaheadError."""
     arguments = _parser().parse_args(argv)
     if arguments.run is _generate:
         _questions(arguments)
+    return arguments
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:

@@ -25,6 +25,9 @@ from .request_processing import PreparedRequest, Prompt
 from .sampling_params import SamplingParams
 from .tokenizer import Message, conversations_of, render_chat
 
+_GRACE_S = 1.0
+"""How much longer than its caller the engine core waits for a call: who asked is told by his own clock."""
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -69,7 +72,8 @@ class LLM(EngineOwner):
         timeout: seconds. Raises: StepaheadError with the worker's own traceback, TimeoutError.
         """
         self._check_alive()
-        return self._engine.client.call("collective_rpc", method, list(args), timeout=timeout)
+        held = None if timeout is None else timeout + _GRACE_S
+        return self._engine.client.call("collective_rpc", method, list(args), held, timeout=timeout)
 
     def start_profile(self) -> None:
         """Records what every process and the device do, until stop_profile()."""

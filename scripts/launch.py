@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrun_output import MARK, RankFailure, RankLines, first_failure
+from torchrun_output import MARK, RankFailure, RankLines, first_failure, how_it_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -49,14 +49,22 @@ _STOP_SECONDS = 3.0
 _TERM_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 
+_SOCKET_NAME_BYTES = 50
+"""The private folder's own name, and the longest of a file in it."""
+
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
+_TORCHRUN_OPTIONS = "PET_"
+"""What it takes from the environment may be meant for another one."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, command = _parse(sys.argv[1:] if argv is None else argv)
     from stepahead.errors import StepaheadError
+    from stepahead.worker import standard_streams
 
+    standard_streams.open_missing()
     try:
         plan = make_plan(arguments, command)
     except StepaheadError as error:
@@ -92,10 +100,11 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         raise ConfigError("--tp, --pp and --nnodes must be 1 or more, and --node-rank from 0 to below --nnodes")
     if world_size % arguments.nnodes:
         raise ConfigError(f"{world_size} ranks cannot be divided among --nnodes {arguments.nnodes} machines")
-    if arguments.nnodes > 1 and not re.fullmatch(r".+:[1-9]\d*", arguments.head or ""):
-        raise ConfigError(
-            "--nnodes above 1 needs --head HOST:PORT: node 0, as the others reach it, and a free port there"
-        )
+    what = "HOST:PORT, node 0 as the others reach it and a free port there"
+    if arguments.nnodes > 1 and arguments.head is None:
+        raise ConfigError(f"--nnodes above 1 needs --head {what}")
+    if arguments.head is not None and not re.fullmatch(r".+:[1-9]\d*", arguments.head):
+        raise ConfigError(f"--head={arguments.head!r}: must be {what}")
     if command and arguments.node_rank:
         raise ConfigError(f"{command[0]!r} ...: only node 0 takes what follows `--`")
     if arguments.nnodes > 1 and not arguments.key_file:
@@ -121,8 +130,21 @@ def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
         name, rest = (command[0], command[1:]) if command and command[0][:1] != "-" else ("generate", command)
         options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
         engine = [name, "--model", model, *options, *rest]
-        cli.check(engine)
+        _check_same(cli.check(engine), settings)
     return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
+
+
+def _check_same(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """arguments: the engine's. Raises: ConfigError when what follows `--` says otherwise than the workers are told."""
+    from stepahead.config import EXECUTORS
+    from stepahead.errors import ConfigError
+
+    for name, value in settings.items():
+        given = getattr(arguments, name)
+        is_executor_class = name == "executor" and given not in EXECUTORS
+        if given != value and not is_executor_class:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {given}: after the -- it cannot be other than what comes before, {value!r}")
 
 
 def _everywhere(head: str) -> str:
@@ -149,8 +171,12 @@ class PrivateFolder:
     """A folder for sockets and logs that goes when this process ends, however it ends."""
 
     def __enter__(self) -> str:
-        self.path = tempfile.mkdtemp(prefix="stepahead-launch-")
-        script = 'trap "" INT TERM HUP; cat; rm -rf -- "$1"'
+        from stepahead.worker.sockets import folder_for_sockets
+
+        self.path = tempfile.mkdtemp(
+            prefix="stepahead-launch-", dir=folder_for_sockets(tempfile.gettempdir(), _SOCKET_NAME_BYTES)
+        )
+        script = 'trap "" INT TERM HUP; cat >/dev/null; rm -rf -- "$1"'
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", script, "sh", self.path], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -172,6 +198,7 @@ class Launch:
         self._signals: list[int] = []
         self._failure: RankFailure | None = None
         self._is_news = True
+        self._first_code = 0
         self._ends_them = False
 
     def run(self) -> int:
@@ -187,15 +214,21 @@ class Launch:
         try:
             if self._plan.engine is not None:
                 self._engine = self._start_engine(self._plan.engine)
-            self._until_one_ends([process for process in (self._engine, workers) if process is not None])
+            self._until_one_ends(self._processes(workers))
+            self._first_code = next((code for p in self._processes(workers) if (code := p.poll())), 0)
+            if workers.poll() is not None:  # if it was killed, its ranks are still there, and the engine goes on
+                _kill_children(besides={*guard, *(process.pid for process in self._processes(workers))})
         finally:
-            self._stop([process for process in (self._engine, workers) if process is not None])
+            self._stop(self._processes(workers))
             _kill_children(besides=guard)
         reader.join(_STOP_SECONDS)
         code = self._code(workers)
         if code not in (0, _REFUSED) and self._plan.engine is None and self._is_news:
             self._tell_engine()
         return code
+
+    def _processes(self, workers: subprocess.Popen[bytes]) -> list[subprocess.Popen[bytes]]:
+        return [workers] if self._engine is None else [self._engine, workers]
 
     def _start_engine(self, command: list[str]) -> subprocess.Popen[bytes]:
         if self._plan.address is None:
@@ -214,7 +247,7 @@ class Launch:
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
             "PYTHONUNBUFFERED": "1",
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_OPTIONS)},
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK,
         }
         return subprocess.Popen(
@@ -237,8 +270,9 @@ class Launch:
             rank = self._plan.first_rank + self._failure.local_rank
             if self._is_news:  # else it has said whom it misses, and the engine says why
                 print(f"launch: rank {rank} {self._failure.how}", file=sys.stderr, flush=True)
-        elif workers.wait() and not self._signals and not self._ends_them:
-            print(re.sub("^", "[torchrun] ", others.rstrip(), flags=re.MULTILINE), file=sys.stderr, flush=True)
+        elif (code := workers.wait()) and not self._signals and not self._ends_them:
+            said = [*others.rstrip().splitlines(), how_it_ended(code)]
+            print("\n".join(f"[torchrun] {line}" for line in said), file=sys.stderr, flush=True)
 
     def _until_one_ends(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Passes signals on meanwhile; a second one is not waited for."""
@@ -268,13 +302,12 @@ class Launch:
                 process.wait()
 
     def _code(self, workers: subprocess.Popen[bytes]) -> int:
-        code = 0 if self._engine is None else self._engine.returncode
+        engine_code = 0 if self._engine is None else self._engine.returncode
         if self._signals:
-            return code if code > 0 else 128 + self._signals[0]
-        if self._failure is not None:
-            code = self._failure.exit_code
-        elif code == 0:
-            code = workers.returncode
+            return engine_code if engine_code > 0 else 128 + self._signals[0]
+        rank_code = 0 if self._failure is None else self._failure.exit_code
+        own = rank_code if self._is_news else 0
+        code = own or self._first_code or engine_code or rank_code or workers.returncode
         return code if code >= 0 else 128 - code
 
     def _tell_engine(self) -> None:

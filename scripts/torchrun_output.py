@@ -29,9 +29,11 @@ class RankFailure(NamedTuple):
 
     @property
     def how(self) -> str:
-        if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        return f"exited with code {self.exit_code}"
+        return how_it_ended(self.exit_code)
+
+
+def how_it_ended(exit_code: int) -> str:
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
 def first_failure(said: str, raised: set[int], bereft: set[int]) -> RankFailure | None:

@@ -102,3 +102,10 @@ def test_a_class_that_no_other_process_can_import_is_refused() -> None:
     for given in (Mine, type("Script", (UniProcExecutor,), {"__module__": "__main__"})):
         with pytest.raises(ConfigError, match="top of a module"):
             parse_settings("m", {"executor": given})
+
+
+def test_a_path_that_is_no_utf_8_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model='/m\\udcff': must be UTF-8"):
+        parse_settings("/m\udcff", {})
+    with pytest.raises(ConfigError, match=r"tokenizer='\\udcff': must be UTF-8"):
+        parse_settings("/m", {"tokenizer": "\udcff"})

@@ -16,6 +16,11 @@ def split_tcp(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port) if port.isdecimal() and int(port) < 1 << 16 else -1
 
 
+def is_utf8(path: str) -> bool:
+    """A path may be other bytes, which no message takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in path)
+
+
 def is_loopback(host: str) -> bool:
     """Of an address or name without brackets: whether only this machine can reach it."""
     with contextlib.suppress(ValueError):

@@ -21,6 +21,8 @@ T = TypeVar("T")
 _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("<i4", "<i8", "<u4", "<f4", "|b1", "|u1"))}
 _ALIGN = 8
 _MAX_DIMS = 4
+_MARGIN = 60
+"""Levels of nesting that a message, and a reader whose stack is deeper, may add to a plain value."""
 
 
 class CodecError(StepaheadError, ValueError):
@@ -95,7 +97,10 @@ class Codec(Generic[T]):
 def require_plain(value: Any, what: str) -> None:
     """Raises: TypeError when `value`, at a place typed Any, would not survive the way: only None, bool, int, float,
     str, bytes, and lists and dicts of them do (tuples arrive as lists)."""
+    nested = value
+    for _ in range(_MARGIN):
+        nested = [nested]
     try:
-        msgspec.msgpack.encode(value)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(nested))  # dict keys, say, may go and not come back
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"{what} cannot travel between processes: {error}; make it of plain Python values") from None

@@ -1,4 +1,4 @@
-"""A raised error as a message. Importing this loads no torch: a failing import of torch is reported too."""
+"""A raised error as a message, whatever its text is. Importing this loads no torch: that this fails is reported too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from ..errors import ConfigError, LinkLostError, PeerLostError
 from .messages import Failure
 
 
+def text_of(error: BaseException) -> str:
+    """Its message, of whatever is raised, fit to be sent."""
+    try:
+        return sendable(str(error))
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def traceback_of(error: BaseException) -> str:
+    return sendable("".join(traceback.format_exception(error)))
+
+
+def sendable(text: str) -> str:
+    """A file name that is no UTF-8 has characters that no message takes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def failure(rank: int, error: BaseException, call_id: int | None = None) -> Failure:
     """With the rank's own traceback. A ConfigError's message is meant for users, so it stays as it is; that a link was
     lost needs no traceback."""
@@ -15,8 +32,8 @@ def failure(rank: int, error: BaseException, call_id: int | None = None) -> Fail
     lost_link = isinstance(error, LinkLostError)
     return Failure(
         rank=rank,
-        message=str(error) if user_error or lost_link else f"{type(error).__name__}: {error}",
-        traceback="" if lost_link else "".join(traceback.format_exception(error)),
+        message=text_of(error) if user_error or lost_link else f"{type(error).__name__}: {text_of(error)}",
+        traceback="" if lost_link else traceback_of(error),
         call_id=call_id,
         user_error=user_error,
         lost_peer=isinstance(error, PeerLostError),

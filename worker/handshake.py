@@ -41,7 +41,7 @@ PROTOCOL = 3
 _COUNT_S = 10.0
 """An engine that ends now and then while its workers wait has not refused them."""
 
-_SILENT_S, _SILENT_AGAIN_S = 5.0, 30.0
+_SILENT_S, _SILENT_AGAIN_S = 10.0, 30.0
 """When a worker says that nobody answers it: a mistyped address looks like an engine that is still to come."""
 
 _REPORT_MS = 2000
@@ -82,13 +82,14 @@ class Gone(msgspec.Struct, frozen=True, array_like=True):
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """worker_class: "package.module:Class". replies, health: addresses that the executor has bound; in a tcp:// one
     only the port counts, the host is the one that the worker reached already. health: None when the executor and the
-    worker see each other's end anyhow."""
+    worker see each other's end anyhow. longest_reply: bytes; who sends more is cut off."""
 
     config: ResolvedConfig
     rank: int
     worker_class: str
     replies: str
     health: str | None = None
+    longest_reply: int | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):

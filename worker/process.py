@@ -80,7 +80,7 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
             health = beside(start.health, address)
             start_beating(context, health, key, start.rank, start.config.settings.worker_timeout)
             plans.watch(link.socket)
-        link.open(beside(start.replies, address), key, start.rank, stands_alone=start.health is not None)
+        link.open(start, beside(start.replies, address), key)
         allow_callables = address.startswith("ipc://") or key is not None
         return _run(start, plans, link, lambda join: _rendezvous(join, place, listener), allow_callables, end)
     finally:
@@ -228,16 +228,17 @@ class _ReplyLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._has_failed = False
-        self._rank, self._stands_alone = -1, False
+        self._rank, self._stands_alone, self._longest = -1, False, sys.maxsize
         self.socket = open_socket(context, zmq.PUSH, REPLY_LINGER_MS)
         self._codec: Codec[WorkerReply] = Codec(WorkerReply)
 
-    def open(self, address: str, key: LinkKey | None, rank: int, stands_alone: bool) -> None:
-        """stands_alone: the worker is not the executor's child. Whoever started it sees no more of its failures than
+    def open(self, start: Start, address: str, key: LinkKey | None) -> None:
+        """A worker that is not the executor's child stands alone: whoever started it sees no more of its failures than
         standard error."""
-        self._rank = rank
-        self._stands_alone = stands_alone
-        if stands_alone:
+        self._rank = start.rank
+        self._stands_alone = start.health is not None
+        self._longest = start.longest_reply or sys.maxsize
+        if self._stands_alone:
             self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         if key is not None:
             key.present(self.socket)
@@ -251,8 +252,11 @@ class _ReplyLink:
                 logger.error("%s", told)
         try:
             frames = self._codec.encode(reply)
-        except TypeError as error:  # an array of a kind that does not travel: a bug of ours, but no silence
-            frames = self._codec.encode(failure(self._rank, error))
+            if isinstance(reply, CallReply) and len(frames[0]) > self._longest:
+                raise ValueError(f"the result has {len(frames[0])} bytes, and at most {self._longest} are taken")
+        except (TypeError, ValueError, RecursionError) as error:  # too long, or a bug of ours; either is told
+            call_id = reply.call_id if isinstance(reply, CallReply | Failure) else None
+            frames = self._codec.encode(failure(self._rank, error, call_id))
         self.socket.send_multipart(frames)
 
     def exit_code(self, last_word: Shutdown | None) -> int:

@@ -18,7 +18,7 @@ import threading
 
 import zmq
 
-from .addresses import split_tcp
+from .addresses import is_utf8, split_tcp
 
 SIGNAL_CHECK_MS = 1000
 """Longest single wait of a main thread. Python runs signal handlers between waits, and a signal that arrives just
@@ -125,7 +125,12 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _fresh_path() -> str:
-    inside = next(filter(os.path.isdir, _given), None)
+    inside = next(filter(os.path.isdir, _given), tempfile.gettempdir())
     name = f"stepahead-{secrets.token_hex(6)}"
-    path = os.path.join(inside or tempfile.gettempdir(), name)
-    return path if len(os.fsencode(path)) + 1 + _LONGEST_NAME <= _MAX_PATH else os.path.join("/tmp", name)
+    return os.path.join(folder_for_sockets(inside, len(name) + 1 + _LONGEST_NAME), name)
+
+
+def folder_for_sockets(folder: str, room: int) -> str:
+    """`folder`, or /tmp where a path in it, `room` bytes longer, would not do for a socket or could not be told to
+    another process."""
+    return folder if is_utf8(folder) and len(os.fsencode(folder)) + 1 + room <= _MAX_PATH else "/tmp"

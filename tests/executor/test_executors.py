@@ -121,6 +121,25 @@ def test_the_engine_hears_of_it_while_a_step_does_not_end(
     assert len(heard) > 3
 
 
+def test_an_exception_whose_text_is_hard_to_send_is_the_callers_and_the_worker_goes_on(start: Start) -> None:
+    def no_utf_8(worker: Any) -> None:
+        raise ValueError("\udc80 is no name")
+
+    def no_words(worker: Any) -> None:
+        class UnspeakableError(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        raise UnspeakableError
+
+    executor = start("PaperMultiproc")
+    with pytest.raises(WorkerError, match=r"ValueError: \\udc80 is no name"):
+        executor.collective_rpc(no_utf_8)
+    with pytest.raises(WorkerError, match=r"UnspeakableError: \(its message cannot be shown\)"):
+        executor.collective_rpc(no_words)
+    assert executor.collective_rpc("add", (2, 3)) == [5]
+
+
 @both
 def test_collective_rpc_takes_a_name_a_callable_or_a_pickled_callable(start: Start, name: str) -> None:
     executor = start(name)

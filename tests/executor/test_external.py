@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -182,6 +183,30 @@ def test_a_worker_that_nobody_answers_says_so(site: Site, monkeypatch: pytest.Mo
     assert worker.stderr is not None
     assert worker.stderr.readline() == f"rank 3: no engine answers at {address}; still trying\n"
     worker.kill()
+
+
+def test_a_result_longer_than_the_link_takes_is_the_callers_error_and_the_worker_stays(
+    site: Site, tmp_path: Path
+) -> None:
+    write_key_file(tmp_path / "key")
+    site.open(key_file=str(tmp_path / "key"))
+    site.worker(0, tmp_path / "key")
+    executor = site.executor()
+    with pytest.raises(WorkerError, match=r"the result has \d+ bytes, and at most \d+ are taken"):
+        executor.collective_rpc(lambda worker: bytes(100 << 20))
+    assert executor.collective_rpc("add", [1, 2]) == [3]
+
+
+def test_an_engine_others_can_reach_takes_as_many_descriptors_as_it_may_have(site: Site) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        site.open()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+        site.worker(0)
+        site.executor()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_killed_worker_of_this_machine_is_named_at_once(site: Site) -> None:

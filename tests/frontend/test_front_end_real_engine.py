@@ -66,6 +66,15 @@ def test_text_is_cut_at_a_stop_string_in_the_middle_of_what_would_have_come(llm)
     assert output.outputs[0].stop_reason == stop
 
 
+def test_a_call_whose_caller_has_stopped_waiting_holds_the_engine_core_up_no_longer(model):
+    with LLM(model, **SETTINGS) as llm:
+        with pytest.raises(TimeoutError):
+            llm.collective_rpc(lambda worker: time.sleep(8), timeout=0.5)
+        began = time.monotonic()
+        llm.stats()  # the engine core's alone
+        assert time.monotonic() - began < 4
+
+
 def test_n_sequences_differ_and_are_what_their_seeds_give_alone(llm):
     together = llm.generate("sea", SamplingParams(n=3, seed=10, max_tokens=12), use_tqdm=False)[0].outputs
     alone = [llm.generate("sea", SamplingParams(seed=10 + i, max_tokens=12), use_tqdm=False)[0] for i in range(3)]

@@ -57,9 +57,12 @@ OUTPUT = module_of(SCRIPT.with_name("torchrun_output.py"))
 
 
 @pytest.mark.usefixtures("clean")
-def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(model: str) -> None:
+def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = Path(os.environ["TMPDIR"]) / "key"
     ask = [*ASK, "--max-tokens", "12", "--json"]
+    monkeypatch.setenv("PET_NNODES", "2")  # meant for another torchrun
     launched = launch(model, "--tp", "3", "--", *ask, "--log-level", "info")
     output, errors = launched.communicate(timeout=90)
     assert launched.returncode == 0, errors
@@ -82,6 +85,9 @@ def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(model: s
         (["--pp", "2", "--nnodes", "2", "--head", "10.0.0.1:5"], "needs --key-file"),
         (["--pp", "2", "--nnodes", "2", "--node-rank", "1", "--head", "localhost:5", "--", "x"], "only node 0 takes"),
         (["--tp", "3"], "there is nothing to answer: give --prompt"),
+        (["--tp", "3", "--head", "127.0.0.1:0"], "--head='127.0.0.1:0': must be HOST:PORT"),
+        (["--tp", "3", "--", "--prompt", "a", "--executor", "mp"], "--executor mp: after the -- it cannot be other"),
+        (["--tp", "3", "--", "--prompt", "a", "--tensor-parallel-size", "1"], "--tensor-parallel-size 1: after the --"),
         (["--tp", "3", "--", "--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
@@ -174,6 +180,21 @@ def test_of_ranks_that_fail_at_once_the_one_that_misses_no_other_is_named(
     """codes: of ranks 0 and 1."""
     said = TORCHRUN.format(codes[first], first, PIDS[first], codes[1], codes[0])
     assert OUTPUT.first_failure(said, raised, bereft) == (*failure, PIDS[failure[0]])
+
+
+@pytest.mark.usefixtures("clean")
+def test_it_works_without_standard_output_and_where_the_temporary_folders_name_is_too_long_for_a_socket(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    errors = tmp_path / "errors"
+    command = ["sh", "-c", 'exec "$@" >&- 2>"$0"', str(errors)]
+    ask = [*ASK, "--max-tokens", "3", "--log-level", "info"]
+    launched = [sys.executable, str(SCRIPT), "--model", model, "--device", "cpu", "--tp", "3", "--", *ask]
+    assert subprocess.run([*command, *launched], timeout=60).returncode == 0, errors.read_text()
+    assert "rank 2 has come" in errors.read_text()
 
 
 @pytest.mark.usefixtures("clean")

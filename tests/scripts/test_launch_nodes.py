@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from external_workers import our_path
@@ -126,6 +127,22 @@ def test_a_rank_killed_on_one_node_ends_both(
     told = [line for line in nodes.errors(0).splitlines() if line.startswith("stepahead: error: ")]
     assert [f"worker rank {killed}: is gone (pid {ranks[killed]} on " in line for line in told] == [True]
     assert not alive(family)
+
+
+def test_a_killed_torchrun_ends_both_nodes_with_an_error(nodes: Nodes, model: str) -> None:
+    nodes.start(model, ["--tp", "2"], LONG)
+    assert nodes.processes[0].stdout is not None
+    assert nodes.processes[0].stdout.read(1)
+    (torchrun,) = [
+        child
+        for child in psutil.Process(nodes.processes[0].pid).children()
+        if "torch.distributed.run" in child.cmdline()
+    ]
+    torchrun.kill()
+    codes = nodes.end()
+    assert codes == [128 + signal.SIGKILL, 1], nodes.errors(0) + nodes.errors(1)
+    assert "[torchrun] was killed by SIGKILL" in nodes.errors(0)
+    assert "worker rank 0: is gone" in nodes.errors(0)
 
 
 WORKER_BEGINS = """

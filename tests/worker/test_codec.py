@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -107,3 +110,21 @@ def test_plain_values_are_told_from_others() -> None:
     require_plain({"a": [1, 2.5, None, b"x", "y", True]}, "this")
     with pytest.raises(TypeError, match="this cannot travel"):
         require_plain(object(), "this")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    number: int
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [{Key(1): 2}, msgspec.Raw(b"\xc1"), nested(990), "\udc80", {1 << 70: 1}])
+def test_what_would_go_but_not_come_back_is_no_plain_value(value: Any) -> None:
+    with pytest.raises(TypeError, match="this cannot travel"):
+        require_plain(value, "this")
