@@ -233,6 +233,5 @@ def _message(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The worker's own, if it was the worker, then ours."""
-    remote = error.remote_traceback if isinstance(error, WorkerError) else ""
-    return remote + "\n" * bool(remote) + traceback_of(error)
+    """The worker's own, if it was the worker: where we noticed says nothing about it."""
+    return error.remote_traceback if isinstance(error, WorkerError) else traceback_of(error)

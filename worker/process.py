@@ -246,10 +246,10 @@ class _ReplyLink:
 
     def send(self, reply: WorkerReply) -> None:
         if isinstance(reply, Failure) and reply.call_id is None:
-            self._has_failed = True
             told = reply.message if reply.user_error or reply.lost_peer else reply.traceback.rstrip()
-            if self._stands_alone and told:
+            if self._stands_alone and told and not self._has_failed:  # the others follow from the first
                 logger.error("%s", told)
+            self._has_failed = True
         try:
             frames = self._codec.encode(reply)
             if isinstance(reply, CallReply) and len(frames[0]) > self._longest:
