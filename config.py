@@ -216,7 +216,7 @@ def _check_batch_memory(max_num_seqs: int, max_model_len: int) -> None:
 
 
 def _check_texts(config: EngineConfig) -> None:
-    """They travel to other processes."""
+    """Texts travel to other processes as UTF-8. Raises: ConfigError for one that cannot."""
     for name in EngineConfig.__struct_fields__:
         value = getattr(config, name)
         if isinstance(value, str) and not is_utf8(value):

@@ -105,7 +105,8 @@ class ExternalExecutor(RemoteExecutor):
         if where.startswith("tcp://") and is_wildcard(split_tcp(where)[0]):
             where = f"tcp://{socket.gethostname()}:{split_tcp(where)[1]}"
         key = f" --key-file {self.config.settings.key_file}" if self.key is not None else ""
-        return f"python -m stepahead.worker --connect {where}{key} --rank RANK --local-rank GPU"
+        place = "--rank RANK --local-rank GPU (both from 0; torchrun and SLURM say them)"
+        return f"python -m stepahead.worker --connect {where}{key} {place}"
 
     def _welcome(self, hello: Hello) -> None:
         assert self._heartbeats is not None

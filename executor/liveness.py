@@ -21,8 +21,8 @@ from ..worker.sockets import take
 logger = logging.getLogger(__name__)
 
 START_PATIENCE = 6.0
-"""How many times longer a worker may be silent before its first step: a library that takes long to read, or a kernel to
-compile, holds up all of its threads."""
+"""How many times longer a worker may be silent until it is ready for its first step: a library that takes long to
+read, or a kernel to compile, holds up all of its threads."""
 
 _MOST_BEATS = 10_000
 

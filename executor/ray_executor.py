@@ -173,8 +173,12 @@ class _Cluster:
         if self.is_ours and there < wanted:
             raise ConfigError(f"{wanted} ranks need {wanted} {resource}s; Ray finds {there} on this machine")
         self._group = placement_group([self._bundle] * wanted, strategy="PACK")
-        call_at = time.monotonic() + CALL_AGAIN_S
+        began = time.monotonic()
+        call_at = began + CALL_AGAIN_S
         while not self._group.wait(SIGNAL_CHECK_MS / 1000):
+            if time.monotonic() > began + self._settings.join_timeout:
+                seconds = f"{self._settings.join_timeout:g} s (join_timeout)"
+                raise ConfigError(f"no room in Ray's cluster within {seconds}: {wanted} {resource}s, of {there} in all")
             if time.monotonic() > call_at:
                 call_at = time.monotonic() + CALL_AGAIN_S
                 logger.warning("waiting for room in Ray's cluster: %d %ss, of %d in all", wanted, resource, there)
@@ -252,8 +256,9 @@ def _check_reachable(address: str) -> None:
         return
     try:
         socket.create_connection(split_tcp(address.removeprefix("ray://")), _CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(f"RAY_ADDRESS={address}: nobody answers there ({error.strerror or error})") from error
+    except (OSError, UnicodeError, OverflowError) as error:  # the last two: no name, no port
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"RAY_ADDRESS={address}: nobody answers there ({reason})") from error
 
 
 @contextlib.contextmanager

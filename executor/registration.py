@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from ..config import ResolvedConfig
 from ..errors import WorkerError
 from ..worker.codec import Codec
-from ..worker.handshake import PROTOCOL, Gone, Hello, Refused, Start
+from ..worker.handshake import PROTOCOL, REPORT_S, Gone, Hello, Refused, Start
 from ..worker.logs import Complaints
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class Registration:
         self._config = config
         self._worker_class = worker_class
         self._addresses = addresses
+        self._began = time.monotonic()
         self._complaints = Complaints(logger)
         self._codec: Codec[Start | Refused] = Codec(Start | Refused)
 
@@ -61,8 +63,9 @@ class Registration:
         return [rank for rank in range(self._config.settings.world_size) if rank not in self.routes]
 
     def overdue(self) -> WorkerError:
+        """Names the missing ranks."""
         rank, *others = self.missing
-        too = f", nor have {', '.join(map(str, others))}" if others else ""
+        too = f"; neither have ranks {', '.join(map(str, others))}" if others else ""
         return WorkerError(rank, f"has not come within {self._config.settings.join_timeout:g} s (join_timeout){too}")
 
     def answer(self, route: bytes, frames: list[bytes]) -> tuple[Hello | None, list[bytes] | None]:
@@ -103,12 +106,15 @@ class Registration:
         self.is_closed = True
 
     def _believe(self, gone: Gone) -> None:
-        """A worker that has come is not gone because another one of its rank is."""
-        hello = self.hellos.get(gone.rank)
-        is_ours = hello is None or (hello.machine, hello.pid) == (gone.machine, gone.pid)
-        if gone.rank in range(self._config.settings.world_size) and is_ours and not self.is_closed:
-            raise WorkerError(gone.rank, f"{gone.reason}; see its own error output")
-        self._complaints.log(f"rank {gone.rank} is said to be gone, which changes nothing", "gone")
+        """Of ranks that have come only what their own launch says counts; of one that has not, that it never will: but
+        not when it was turned away, for another may fit, nor when it ended before we began, for it was not ours."""
+        is_old = gone.seconds > time.monotonic() - self._began + REPORT_S
+        for rank in gone.ranks if not self.is_closed else ():
+            hello = self.hellos.get(rank)
+            counts = not (is_old or gone.is_refused) if hello is None else hello.launch == gone.launch
+            if counts and rank < self._config.settings.world_size:
+                raise WorkerError(gone.ranks[0], f"{gone.reason}; see its own error output")
+        self._complaints.log(f"ranks {gone.ranks} are said to be gone, which changes nothing", "gone")
 
     def _refusal(self, protocol: int, hello: Hello | None) -> str | None:
         world_size = self._config.settings.world_size

@@ -26,7 +26,7 @@ from .sampling_params import SamplingParams
 from .tokenizer import Message, conversations_of, render_chat
 
 _GRACE_S = 1.0
-"""How much longer than its caller the engine core waits for a call: who asked is told by his own clock."""
+"""How much longer than its caller the engine core waits for a call, so that the caller's own time-out comes first."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -20,7 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import os
-import re
+import secrets
 import shutil
 import signal
 import socket
@@ -30,10 +30,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from launch_plan import LaunchPlan, make_plan
 from torchrun_output import MARK, RankFailure, RankLines, first_failure, how_it_ended
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,8 +52,8 @@ _SOCKET_NAME_BYTES = 50
 """The private folder's own name, and the longest of a file in it."""
 
 _ENGINE = "import sys; sys.path[:] = filter(None, sys.path); from stepahead.frontend.cli import main; sys.exit(main())"
-_TORCHRUN_OPTIONS = "PET_"
-"""What it takes from the environment may be meant for another one."""
+_TORCHRUN_PREFIX = "PET_"
+"""Of its options in the environment. Set for another torchrun, they would change ours."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -72,99 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _REFUSED
     with PrivateFolder() as folder:
         return Launch(plan, folder).run()
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """engine: the command line of `stepahead`, None on nodes other than 0. address: where workers connect, None for a
-    socket in the private folder. first_rank, local_size: this machine's ranks."""
-
-    engine: list[str] | None
-    address: str | None
-    key_file: str | None
-    first_rank: int
-    local_size: int
-
-
-def make_plan(arguments: argparse.Namespace, command: list[str]) -> LaunchPlan:
-    """Raises: ConfigError when the model, the machine and the wishes do not go together; InvalidRequestError and
-    SystemExit when the engine would not take its command line."""
-    from stepahead.config import check_division, parse_settings
-    from stepahead.errors import ConfigError
-    from stepahead.frontend import cli
-    from stepahead.frontend.hub import resolve_folder
-    from stepahead.worker.model_config import read_model_config
-
-    world_size = arguments.tp * arguments.pp
-    if min(arguments.tp, arguments.pp, arguments.nnodes) < 1 or not 0 <= arguments.node_rank < arguments.nnodes:
-        raise ConfigError("--tp, --pp and --nnodes must be 1 or more, and --node-rank from 0 to below --nnodes")
-    if world_size % arguments.nnodes:
-        raise ConfigError(f"{world_size} ranks cannot be divided among --nnodes {arguments.nnodes} machines")
-    what = "HOST:PORT, node 0 as the others reach it and a free port there"
-    if arguments.nnodes > 1 and arguments.head is None:
-        raise ConfigError(f"--nnodes above 1 needs --head {what}")
-    if arguments.head is not None and not re.fullmatch(r".+:[1-9]\d*", arguments.head):
-        raise ConfigError(f"--head={arguments.head!r}: must be {what}")
-    if command and arguments.node_rank:
-        raise ConfigError(f"{command[0]!r} ...: only node 0 takes what follows `--`")
-    if arguments.nnodes > 1 and not arguments.key_file:
-        raise ConfigError("--nnodes above 1 needs --key-file, the same on all: `stepahead keygen FILE` makes one")
-    model = os.path.abspath(resolve_folder(arguments.model, None))
-    check_division(read_model_config(model), arguments.tp, arguments.pp)
-    local_size = world_size // arguments.nnodes
-    settings: dict[str, Any] = {
-        "executor": "external",
-        "device": _device(arguments.device, local_size),
-        "tensor_parallel_size": arguments.tp,
-        "pipeline_parallel_size": arguments.pp,
-    }
-    address = f"tcp://{arguments.head}" if arguments.head else None
-    if address is not None:
-        settings["executor_address"] = address if arguments.nnodes == 1 else _everywhere(arguments.head)
-    key_file = os.path.abspath(arguments.key_file) if arguments.key_file else None
-    if key_file is not None:
-        settings["key_file"] = key_file
-    parse_settings(model, settings)
-    engine = None
-    if arguments.node_rank == 0:
-        name, rest = (command[0], command[1:]) if command and command[0][:1] != "-" else ("generate", command)
-        options = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
-        engine = [name, "--model", model, *options, *rest]
-        _check_same(cli.check(engine), settings)
-    return LaunchPlan(engine, address, key_file, arguments.node_rank * local_size, local_size)
-
-
-def _check_same(arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """arguments: the engine's. Raises: ConfigError when what follows `--` says otherwise than the workers are told."""
-    from stepahead.config import EXECUTORS
-    from stepahead.errors import ConfigError
-
-    for name, value in settings.items():
-        given = getattr(arguments, name)
-        is_executor_class = name == "executor" and given not in EXECUTORS
-        if given != value and not is_executor_class:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {given}: after the -- it cannot be other than what comes before, {value!r}")
-
-
-def _everywhere(head: str) -> str:
-    """Where the engine listens: the name by which others reach node 0 may mean something else there, or be no address
-    of its own at all."""
-    return f"tcp://{'[::]' if head.startswith('[') else '*'}:{head.rpartition(':')[2]}"
-
-
-def _device(asked: str, local_size: int) -> str:
-    """Raises: ConfigError when there are fewer GPUs than this machine's ranks."""
-    from stepahead.errors import ConfigError
-
-    if asked == "cpu":
-        return asked
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus < local_size and (gpus or asked == "cuda"):
-        raise ConfigError(f"{local_size} ranks on this machine, and {gpus} GPUs: take fewer, or --device cpu")
-    return "cuda" if gpus else "cpu"
 
 
 class PrivateFolder:
@@ -198,7 +104,9 @@ class Launch:
         self._signals: list[int] = []
         self._failure: RankFailure | None = None
         self._is_news = True
-        self._first_code = 0
+        self._torchrun_code = 0
+        self._name = secrets.token_hex(8)
+        self._end_began = 0.0
         self._ends_them = False
 
     def run(self) -> int:
@@ -207,7 +115,7 @@ class Launch:
         _adopt_orphans()
         guard = {child.pid for child in psutil.Process().children()}  # of the private folder
         for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(caught, lambda number, _: self._signals.append(number))
+            signal.signal(caught, lambda number, _: self._take_signal(number))
         workers = self._start_workers()
         reader = threading.Thread(target=self._show, args=(workers,), name="worker-output", daemon=True)
         reader.start()
@@ -215,7 +123,10 @@ class Launch:
             if self._plan.engine is not None:
                 self._engine = self._start_engine(self._plan.engine)
             self._until_one_ends(self._processes(workers))
-            self._first_code = next((code for p in self._processes(workers) if (code := p.poll())), 0)
+            self._end_began = self._end_began or time.monotonic()
+            self._torchrun_code = workers.poll() or 0
+            if self._engine is not None and (self._engine.poll() or 0) < 0 and not self._signals:
+                print(f"launch: the engine {how_it_ended(self._engine.returncode)}", file=sys.stderr, flush=True)
             if workers.poll() is not None:  # if it was killed, its ranks are still there, and the engine goes on
                 _kill_children(besides={*guard, *(process.pid for process in self._processes(workers))})
         finally:
@@ -223,9 +134,13 @@ class Launch:
             _kill_children(besides=guard)
         reader.join(_STOP_SECONDS)
         code = self._code(workers)
-        if code not in (0, _REFUSED) and self._plan.engine is None and self._is_news:
-            self._tell_engine()
+        if code and self._plan.engine is None and self._is_news:
+            self._tell_engine(code)
         return code
+
+    def _take_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._end_began = self._end_began or time.monotonic()
 
     def _processes(self, workers: subprocess.Popen[bytes]) -> list[subprocess.Popen[bytes]]:
         return [workers] if self._engine is None else [self._engine, workers]
@@ -240,14 +155,14 @@ class Launch:
     def _start_workers(self) -> subprocess.Popen[bytes]:
         plan = self._plan
         torchrun = ["--standalone", "--nproc-per-node", str(plan.local_size), "--tee", "3"]
-        worker = ["--connect", self._address, "--first-rank", str(plan.first_rank)]
+        worker = ["--connect", self._address, "--first-rank", str(plan.first_rank), "--launch", self._name]
         if plan.key_file is not None:
             worker += ["--key-file", plan.key_file]
         cores = len(os.sched_getaffinity(0))
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // plan.local_size)),  # torchrun would make it 1
             "PYTHONUNBUFFERED": "1",
-            **{name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_OPTIONS)},
+            **{name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIX)},
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK,
         }
         return subprocess.Popen(
@@ -307,25 +222,33 @@ class Launch:
             return engine_code if engine_code > 0 else 128 + self._signals[0]
         rank_code = 0 if self._failure is None else self._failure.exit_code
         own = rank_code if self._is_news else 0
-        code = own or self._first_code or engine_code or rank_code or workers.returncode
+        torchrun_code = self._torchrun_code if self._failure is None else 0
+        code = own or torchrun_code or engine_code or rank_code or workers.returncode
         return code if code >= 0 else 128 - code
 
-    def _tell_engine(self) -> None:
-        """On another node. It may never have seen the worker of ours that has ended; one that it has refused is no
-        news, and may be started anew."""
-        from stepahead.worker.handshake import report_gone
+    def _tell_engine(self, code: int) -> None:
+        """On another node. It may never have seen the workers of ours that have ended."""
+        import zmq
+
+        from stepahead.errors import StepaheadError
+        from stepahead.worker.handshake import PROTOCOL, Gone, report
         from stepahead.worker.link_key import read_key_file
 
         plan, failure = self._plan, self._failure
         assert plan.address is not None
+        failed = plan.first_rank + (0 if failure is None else failure.local_rank)
+        ours = range(plan.first_rank, plan.first_rank + plan.local_size)
         how = f"was stopped by {signal.Signals(self._signals[0]).name}" if self._signals else "could not be started"
-        report_gone(
-            plan.address,
-            None if plan.key_file is None else read_key_file(plan.key_file),
-            plan.first_rank + (0 if failure is None else failure.local_rank),
-            0 if failure is None else failure.pid,
-            f"{how if failure is None else failure.how} on {socket.gethostname()}",
+        gone = Gone(
+            protocol=PROTOCOL,
+            launch=self._name,
+            ranks=sorted(ours, key=lambda rank: rank != failed),
+            seconds=time.monotonic() - self._end_began,
+            reason=f"{how if failure is None else failure.how} on {socket.gethostname()}",
+            is_refused=code == _REFUSED,
         )
+        with contextlib.suppress(StepaheadError, zmq.ZMQError):  # the key file is gone, say: the exit code tells it too
+            report(gone, plan.address, None if plan.key_file is None else read_key_file(plan.key_file))
 
 
 def _wait_any(processes: list[subprocess.Popen[bytes]], seconds: float, is_enough: Callable[[], bool]) -> bool:

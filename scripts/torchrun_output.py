@@ -11,12 +11,12 @@ MARK = "\x1e${local_rank}\x1e"
 """What torchrun is to put before each piece of a rank's output: nothing that a rank would print."""
 
 _MARKED = re.compile("\x1e(\\d+)\x1e")
-_FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
-_FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
+_FAILED_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
+_FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\d+)")
 """What torchrun says of the first failure that it has seen, and then of each in a table."""
 
 _RAISED = "Traceback (most recent call last):"
-_BEREFT = re.compile("PeerLostError: |the engine has failed; leaving")
+_BEREFT = re.compile("PeerLostError: |the engine has failed; |lost the link to the engine; |no sign of the engine for ")
 """A rank says that it fails only because somebody else did."""
 
 
@@ -25,7 +25,6 @@ class RankFailure(NamedTuple):
 
     local_rank: int
     exit_code: int
-    pid: int
 
     @property
     def how(self) -> str:
@@ -43,7 +42,7 @@ def first_failure(said: str, raised: set[int], bereft: set[int]) -> RankFailure 
     first = _FAILED_FIRST.search(said)
     if first is None:
         return None
-    found = [RankFailure(int(f["rank"]), int(f["code"]), int(f["pid"])) for f in (first, *_FAILED.finditer(said))]
+    found = [RankFailure(int(f["rank"]), int(f["code"])) for f in (first, *_FAILED.finditer(said))]
     for other in found if found[0].local_rank in bereft else []:
         was_stopped = other.exit_code == -signal.SIGTERM
         if other.local_rank not in bereft and (other.local_rank in raised or not was_stopped):

@@ -65,7 +65,7 @@ def find_place(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     local_size = local_rank + 1 if local_size is None else local_size
     if min(rank, local_rank) < 0 or local_rank >= local_size:
         raise ConfigError(f"rank {rank}, local rank {local_rank} of {local_size}: must be 0 or more and below it")
-    return Place(rank, local_rank, local_size)
+    return Place(rank, local_rank, local_size, arguments.launch)
 
 
 def _number(name: str, text: str | None) -> int | None:
@@ -110,6 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--first-rank", type=int, metavar="INT",
         help="when each machine has a torchrun of its own: the rank of this machine's first worker",
     )  # fmt: skip
+    parser.add_argument("--launch", metavar="NAME", help="of whoever starts this worker, to report its end by")
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,7 @@ def split_tcp(address: str) -> tuple[str, int]:
 
 
 def is_utf8(path: str) -> bool:
-    """A path may be other bytes, which no message takes."""
+    """False for a path whose bytes are none: no message takes it."""
     return not any("\ud800" <= character <= "\udfff" for character in path)
 
 

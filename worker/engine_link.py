@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 PROBE = b""
 """What the engine sends to see whether it still reaches a worker. It says nothing."""
 
+LINK_LOST = "lost the link to the engine; leaving"
+
 _LAST_WORD_MS = 500
 """How much later than the end of one link what was said on the other may come."""
 
@@ -61,7 +63,7 @@ class EngineLink:
             frames = take(self.socket)
             if frames is None:
                 if self._is_lost and not self.socket.poll(_LAST_WORD_MS):
-                    logger.error("lost the link to the engine; leaving")
+                    logger.error("%s", LINK_LOST)
                     raise LinkLostError
                 ready = dict(self._poller.poll(SIGNAL_CHECK_MS))
                 lost = [events for events in self._watched if events in ready and _tells_of_loss(events)]

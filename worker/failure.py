@@ -9,7 +9,7 @@ from .messages import Failure
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, of whatever is raised, fit to be sent."""
+    """The error's message, as text that can be encoded."""
     try:
         return sendable(str(error))
     except Exception:
@@ -21,7 +21,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """A file name that is no UTF-8 has characters that no message takes."""
+    """`text` with what cannot be encoded, as in a file name that is no UTF-8, written out."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -6,7 +6,7 @@ Hello (rank, machine, …)       ───▶   checks it; said again whenever t
                                ◀───   Join, once every rank has come: where the ranks find each other
 Ready, on the replies' link    ───▶
 
-Gone, of a worker that ended too early for the engine to see it, comes from whoever had started it.
+Gone, of workers that ended too early for the engine to see it, comes from whoever had started them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _COUNT_S = 10.0
 _SILENT_S, _SILENT_AGAIN_S = 10.0, 30.0
 """When a worker says that nobody answers it: a mistyped address looks like an engine that is still to come."""
 
-_REPORT_MS = 2000
-"""How long whoever reports a worker's end waits for the engine."""
+REPORT_S = 2.0
+"""How long whoever reports the end of workers waits for the engine."""
 
 _Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says first. protocol stays in its place in every version.
+    """What a worker says first. protocol stays in its place in every version. launch: see Gone.
 
     local_rank: which of its machine's GPUs. local_size: how many of the ranks are on its machine. host: for people.
     machine: equal to ours when its pid means the same process here. rendezvous: rank 0's, "tcp://host:port", where
@@ -67,16 +67,22 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     pid: _Small
     machine: _Name
     rendezvous: _Name | None = None
+    launch: _Name | None = None
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True):
-    """A worker has ended. machine, pid: as in its Hello, if it came to that. reason: "exited with code 1"."""
+    """A launch of workers has ended. Told from Hello by its second field's type.
+
+    launch: what its workers' Hellos say, and no other launch's. ranks: its workers, the one that ended it first.
+    seconds: since then. reason: "exited with code 1". is_refused: the engine has turned that one away.
+    """
 
     protocol: _Small
-    rank: _Small
-    machine: _Name
-    pid: _Small
+    launch: _Name
+    ranks: Annotated[list[_Small], msgspec.Meta(min_length=1, max_length=1 << 10)]
+    seconds: float
     reason: _Name
+    is_refused: bool
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -110,11 +116,12 @@ class RefusedError(ConfigError):
 
 @dataclass(frozen=True)
 class Place:
-    """rank: stage * tensor_parallel_size + rank within the stage. local_rank, local_size: see Hello."""
+    """rank: stage * tensor_parallel_size + rank within the stage. local_rank, local_size, launch: see Hello."""
 
     rank: int
     local_rank: int
     local_size: int
+    launch: str | None = None
 
 
 class Listener:
@@ -173,6 +180,7 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
         pid=os.getpid(),
         machine=machine_id(),
         rendezvous=rendezvous,
+        launch=place.launch,
     )
     greeting = msgspec.msgpack.encode(hello)
     codec: Codec[Start | Refused] = Codec(Start | Refused)
@@ -203,14 +211,14 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
                 return _accepted(codec, frames)
 
 
-def report_gone(address: str, key: LinkKey | None, rank: int, pid: int, reason: str) -> None:
-    """To the engine, if there is one. pid: on this machine."""
+def report(gone: Gone, address: str, key: LinkKey | None) -> None:
+    """To the engine, if there is one. For whoever has started the workers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with open_socket(context, zmq.DEALER, _REPORT_MS) as link:
+    with open_socket(context, zmq.DEALER, int(REPORT_S * 1000)) as link:
         if key is not None:
             key.present(link)
         connect(link, address)
-        link.send(msgspec.msgpack.encode(Gone(PROTOCOL, rank, machine_id(), pid, reason)))
+        link.send(msgspec.msgpack.encode(gone))
     context.term()
 
 

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 
+NO_SIGN_OF_ENGINE = "no sign of the engine for %g seconds; leaving"
+
 LONGEST_TURN_S = 2 * INTERVAL_S
 """A loop whose turn took longer has stood still with its process: what came meanwhile may not be here to be read yet,
 so it judges nobody that turn, and the excess is no silence of others."""
@@ -60,7 +62,7 @@ def _beat(
             if excess > 0:
                 heard = min(heard + excess, time.monotonic())
             elif time.monotonic() - heard > timeout:
-                logger.error("no sign of the engine for %g seconds; leaving", timeout)
+                logger.error(NO_SIGN_OF_ENGINE, timeout)
                 sys.stderr.flush()
                 os._exit(1)
     except zmq.ContextTerminated:

@@ -254,9 +254,9 @@ class _ReplyLink:
             frames = self._codec.encode(reply)
             if isinstance(reply, CallReply) and len(frames[0]) > self._longest:
                 raise ValueError(f"the result has {len(frames[0])} bytes, and at most {self._longest} are taken")
-        except (TypeError, ValueError, RecursionError) as error:  # too long, or a bug of ours; either is told
-            call_id = reply.call_id if isinstance(reply, CallReply | Failure) else None
-            frames = self._codec.encode(failure(self._rank, error, call_id))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # too long, or a bug of ours
+            call_id = reply.call_id if isinstance(reply, CallReply) else None
+            return self.send(failure(self._rank, error, call_id))
         self.socket.send_multipart(frames)
 
     def exit_code(self, last_word: Shutdown | None) -> int:

@@ -110,8 +110,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, linger_ms: i
 
 
 def take(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """A message, if there is one. What poll() says is not enough: with CURVE, libzmq counts the peer's credential, which
-    the answer to its first heartbeat lets through alone, and then a plain recv waits for ever."""
+    """A message, if there is one. What poll() says is not enough: with CURVE, libzmq counts the peer's credential,
+    which the answer to its first heartbeat lets through alone, and then a plain recv waits for ever."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK) if socket.poll(0) else None
     except zmq.Again:  # raised and caught, it costs more than to ask first

@@ -170,7 +170,7 @@ def test_ranks_with_a_key_may_come_seconds_apart_and_the_engine_says_whom_it_wai
     site.worker(1, tmp_path / "key")
     wait_until(lambda: lines(caplog, "still waiting for ranks 0: "), "a line about rank 0")
     (told,) = lines(caplog, "still waiting")
-    assert told.endswith(f"--connect {site.address} --key-file {tmp_path}/key --rank RANK --local-rank GPU")
+    assert f"--connect {site.address} --key-file {tmp_path}/key --rank RANK --local-rank GPU" in told
     time.sleep(1.5)
     site.worker(0, tmp_path / "key")
     executor = site.executor()
@@ -202,7 +202,7 @@ def test_an_engine_others_can_reach_takes_as_many_descriptors_as_it_may_have(sit
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         site.open()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 1 << 16)
         site.worker(0)
         site.executor()
     finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.timeout(100)
 README = Path(__file__).parents[2] / "README.md"
 
 SRUN = """
+shift  # --cpus-per-task
 tasks=""
 for task in 0 1; do
     SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=2 \\
@@ -83,14 +86,33 @@ def batch_script(model: str, ask: list[str]) -> str:
     return script
 
 
+def run_job(cluster: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """As SLURM does: the end of the script is the end of its tasks."""
+    job = subprocess.Popen(
+        ["bash", "-c", script], cwd=cluster, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+        env={**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"},
+    )  # fmt: skip
+    try:
+        job.wait(80)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has none left
+            os.killpg(job.pid, signal.SIGKILL)
+    output, errors = job.communicate()
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
+
+
 def test_the_readmes_batch_script_for_slurm_gives_the_tokens_of_one_process(cluster: Path) -> None:
     model = str(make_tiny_model("LlamaForCausalLM", cluster / "model"))
     ask = [*ASK, "--max-tokens", "12", "--json"]
-    script = batch_script(model, [*ask, "--log-level", "info"])
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=cluster, capture_output=True, text=True, timeout=80,
-        env={**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"},
-    )  # fmt: skip
+    done = run_job(cluster, batch_script(model, [*ask, "--log-level", "info"]))
+    assert done.returncode == 0, done.stderr
     assert "tasks ended: 0" in done.stderr, done.stderr
     assert json.loads(done.stdout.splitlines()[0]) == json.loads(answer_of_one_process(model, *ask).splitlines()[0])
     assert {f"rank {rank} has come" in done.stderr for rank in (0, 1)} == {True}
+
+
+def test_the_job_ends_with_the_engines_exit_code_when_that_is_refused(cluster: Path) -> None:
+    done = run_job(cluster, batch_script(str(cluster / "nothing"), ASK))
+    assert done.returncode == 2, done.stderr
+    assert "stepahead: error: " in done.stderr

@@ -45,10 +45,11 @@ class Site:
         return self.address
 
     def worker(
-        self, rank: int, key_file: Path | None = None, address: str = "", **environment: str
+        self, rank: int, key_file: Path | None = None, address: str = "", launch: str = "", **environment: str
     ) -> subprocess.Popen[str]:
         """address: where else it is to connect."""
-        process = start_worker(address or self.address, "--rank", str(rank), key_file=key_file, **environment)
+        place = ["--rank", str(rank), *(["--launch", launch] if launch else [])]
+        process = start_worker(address or self.address, *place, key_file=key_file, **environment)
         self.processes.append(process)
         return process
 

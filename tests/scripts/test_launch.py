@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +22,12 @@ from external_workers import our_path
 from failing_worker import VARIABLE
 from launching import ASK, SCRIPT, answer_of_one_process, family_of, launch, workers_of
 from process_tools import alive, nothing_left_behind, wait_until
+from stepahead.errors import PeerLostError
+from stepahead.worker.engine_link import LINK_LOST
+from stepahead.worker.failure import failure
+from stepahead.worker.heart import NO_SIGN_OF_ENGINE
 from stepahead.worker.link_key import write_key_file
+from stepahead.worker.process import ENGINE_HAS_FAILED
 from tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(110)
@@ -86,8 +91,9 @@ def test_ranks_answer_like_one_process_and_stdout_is_the_commands_alone(
         (["--pp", "2", "--nnodes", "2", "--node-rank", "1", "--head", "localhost:5", "--", "x"], "only node 0 takes"),
         (["--tp", "3"], "there is nothing to answer: give --prompt"),
         (["--tp", "3", "--head", "127.0.0.1:0"], "--head='127.0.0.1:0': must be HOST:PORT"),
-        (["--tp", "3", "--", "--prompt", "a", "--executor", "mp"], "--executor mp: after the -- it cannot be other"),
-        (["--tp", "3", "--", "--prompt", "a", "--tensor-parallel-size", "1"], "--tensor-parallel-size 1: after the --"),
+        (["--tp", "3", "--", "--prompt", "a", "--executor", "mp"], "--executor mp: what follows the -- cannot differ"),
+        (["--tp", "3", "--", "--prompt", "a", "--executor-address", "tcp://127.0.0.1:5"], "--executor-address tcp://"),
+        (["--tp", "3", "--", "--prompt", "a", "--tensor-parallel-size", "1"], "--tensor-parallel-size 1: what"),
         (["--tp", "3", "--", "--prompt", "a", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
@@ -123,9 +129,10 @@ def test_options_that_nobody_knows_are_refused_before_anything_starts(
     ("head", "bound"), [("10.0.0.1:5", "tcp://*:5"), ("node-0:77", "tcp://*:77"), ("[fd00::1]:5", "tcp://[::]:5")]
 )
 def test_the_engine_listens_on_every_network_and_workers_ask_for_the_name_they_were_given(
-    model: str, tmp_path: Path, head: str, bound: str
+    model: str, tmp_path: Path, head: str, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_key_file(tmp_path / "key")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     script = module_of(SCRIPT)
     two = ["--pp", "2", "--device", "cpu", "--nnodes", "2", "--head", head, "--key-file", str(tmp_path / "key")]
     plan = script.make_plan(*script._parse(["--model", model, *two, "--", "--prompt", "a"]))
@@ -147,7 +154,7 @@ def test_half_a_line_waits_for_the_rest_of_it_whatever_another_rank_says_meanwhi
     ]  # fmt: skip
 
 
-TORCHRUN = """E1129 23:31:36.912000 6450 api.py:1003] failed (exitcode: {}) local_rank: {} (pid: {}) of binary: python
+TORCHRUN = """E1129 23:31:36.912000 6450 api.py:1003] failed (exitcode: {}) local_rank: {} (pid: 6487) of binary: python
 stepahead.worker FAILED
 Failures:
 [1]:
@@ -159,7 +166,6 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : {} (pid: 6487)
 """
-PIDS = (6487, 6488)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +184,8 @@ def test_of_ranks_that_fail_at_once_the_one_that_misses_no_other_is_named(
     first: int, codes: tuple[int, int], raised: set[int], bereft: set[int], failure: tuple[int, int]
 ) -> None:
     """codes: of ranks 0 and 1."""
-    said = TORCHRUN.format(codes[first], first, PIDS[first], codes[1], codes[0])
-    assert OUTPUT.first_failure(said, raised, bereft) == (*failure, PIDS[failure[0]])
+    said = TORCHRUN.format(codes[first], first, codes[1], codes[0])
+    assert OUTPUT.first_failure(said, raised, bereft) == failure
 
 
 @pytest.mark.usefixtures("clean")
@@ -195,6 +201,37 @@ def test_it_works_without_standard_output_and_where_the_temporary_folders_name_i
     launched = [sys.executable, str(SCRIPT), "--model", model, "--device", "cpu", "--tp", "3", "--", *ask]
     assert subprocess.run([*command, *launched], timeout=60).returncode == 0, errors.read_text()
     assert "rank 2 has come" in errors.read_text()
+
+
+@pytest.mark.parametrize(
+    ("says", "is_bereft"),
+    [
+        (lambda: failure(0, PeerLostError("all_gather with other ranks failed")).message, True),
+        (lambda: ENGINE_HAS_FAILED, True),
+        (lambda: LINK_LOST, True),
+        (lambda: NO_SIGN_OF_ENGINE % 10.0, True),
+        (lambda: failure(0, ValueError("planted")).message, False),
+    ],
+)
+def test_what_a_rank_says_that_misses_somebody_is_understood(says: Callable[[], str], is_bereft: bool) -> None:
+    lines = OUTPUT.RankLines(0)
+    lines.take(f"\x1e1\x1e2026-11-30 ERROR [worker 1 pid 7] stepahead: {says()}\n")
+    assert lines.bereft == ({1} if is_bereft else set())
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_killed_engine_is_named_and_no_rank(model: str) -> None:
+    launched = launch(model, "--pp", "2", "--", *ASK, "--max-tokens", "240", "--ignore-eos")
+    workers_of(launched, 2)
+    (engine,) = [child for child in psutil.Process(launched.pid).children() if "generate" in child.cmdline()]
+    assert launched.stdout is not None
+    assert launched.stdout.read(1)
+    engine.kill()
+    _, errors = launched.communicate(timeout=60)
+    assert launched.returncode == 128 + signal.SIGKILL, errors
+    assert [line for line in errors.splitlines() if line.startswith("launch: ")] == [
+        "launch: the engine was killed by SIGKILL"
+    ]
 
 
 @pytest.mark.usefixtures("clean")

@@ -148,27 +148,32 @@ def test_a_killed_torchrun_ends_both_nodes_with_an_error(nodes: Nodes, model: st
 WORKER_BEGINS = """
 import os, sys, time
 if "stepahead.worker" in sys.orig_argv and "torch.distributed.run" not in sys.orig_argv:
-    {}
+    open(f"{folder}/begun", "w").close()
+    while not os.path.exists(f"{folder}/go"):
+        time.sleep(0.02)
+    {end}
 """
 """sitecustomize.py, which python runs before anything else."""
 
 
 @pytest.mark.parametrize(
-    ("begins", "code", "how"),
+    ("end", "code", "how"),
     [
         ("os._exit(7)", 7, "exited with code 7"),
         ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL"),
-        ("open('begun', 'w').close(); time.sleep(60)", 128 + signal.SIGTERM, "was stopped by SIGTERM"),
+        ("time.sleep(60)", 128 + signal.SIGTERM, "was stopped by SIGTERM"),
     ],
 )
 def test_a_rank_that_ends_before_it_greets_ends_the_other_node_too(
-    nodes: Nodes, model: str, tmp_path: Path, begins: str, code: int, how: str
+    nodes: Nodes, model: str, tmp_path: Path, end: str, code: int, how: str
 ) -> None:
-    begun = tmp_path / "begun"
-    (tmp_path / "sitecustomize.py").write_text(WORKER_BEGINS.format(begins.replace("begun", str(begun))))
-    nodes.start(model, ["--tp", "2"], LONG, path=str(tmp_path))
-    if "sleep" in begins:
-        wait_until(begun.exists, "node 1's worker begins")
+    site = WORKER_BEGINS.replace("{folder}", str(tmp_path)).replace("{end}", end).replace('f"', '"')
+    (tmp_path / "sitecustomize.py").write_text(site)
+    nodes.start(model, ["--tp", "2"], [*LONG, "--log-level", "info"], path=str(tmp_path))
+    wait_until((tmp_path / "begun").exists, "node 1's worker begins")
+    wait_until(lambda: "waiting for 2 workers" in nodes.errors(0), "the engine listens")
+    (tmp_path / "go").touch()
+    if "sleep" in end:
         nodes.processes[1].terminate()
     codes = nodes.end()
     assert codes == [1, code], nodes.errors(0) + nodes.errors(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
 from stepahead.worker.codec import Codec, CodecError, require_plain
-from stepahead.worker.messages import ExecuteModel, NewRequest, SamplingOptions, StepPlan, WorkerRpc
+from stepahead.worker.messages import CallReply, ExecuteModel, NewRequest, SamplingOptions, StepPlan, WorkerRpc
 
 
 class Arrays(msgspec.Struct, array_like=True):
@@ -124,7 +125,15 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-@pytest.mark.parametrize("value", [{Key(1): 2}, msgspec.Raw(b"\xc1"), nested(990), "\udc80", {1 << 70: 1}])
+@pytest.mark.parametrize("value", [{Key(1): 2}, msgspec.Raw(b"\xc1"), nested(100_000), "\udc80", {1 << 70: 1}])
 def test_what_would_go_but_not_come_back_is_no_plain_value(value: Any) -> None:
     with pytest.raises(TypeError, match="this cannot travel"):
         require_plain(value, "this")
+
+
+def test_a_plain_value_of_any_depth_survives_the_way_in_a_message() -> None:
+    codec: Codec[CallReply] = Codec(CallReply)
+    for depth in [*range(850, 1010, 10), 5_000, 20_000]:
+        with contextlib.suppress(TypeError):
+            require_plain(nested(depth), "this")
+            assert codec.decode(codec.encode(CallReply(1, 0, nested(depth)))).call_id == 1
