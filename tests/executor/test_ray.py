@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -57,13 +56,17 @@ def test_ranks_that_ray_starts_give_the_tokens_of_one_process(monkeypatch: pytes
 
 
 @contextlib.contextmanager
-def a_cluster(port: int) -> Iterator[subprocess.Popen[bytes]]:
+def a_cluster(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Ray as others have started it, with two CPUs; it asks for a token."""
-    options = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "2", "--include-dashboard", "false"]
+    ports = ["--port", str(port), "--min-worker-port", "0", "--max-worker-port", "0"]  # else it reserves thousands
+    options = [*ports, "--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--include-dashboard", "false"]
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", "--head", "--block", "--object-store-memory", str(80 << 20), *options]
-    cluster = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(log, "wb") as said:
+        cluster = subprocess.Popen(command, stdout=said, stderr=said)
     try:
+        wait_until(lambda: "Ray runtime started" in log.read_text() or cluster.poll() is not None, "Ray starts", 60)
+        assert cluster.poll() is None, log.read_text()
         yield cluster
     finally:
         cluster.terminate()
@@ -79,16 +82,10 @@ def test_ranks_in_a_cluster_that_was_there_give_the_tokens_of_one_process_and_le
     with ray_of_our_own(monkeypatch):
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        with a_cluster(port) as cluster:
+        with a_cluster(port, tmp_path / "log") as cluster:
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-            wait_until(lambda: not connects(port), "Ray listens", 60)
             assert tokens(folder, executor="ray", pipeline_parallel_size=2) == alone
             assert cluster.poll() is None
-
-
-def connects(port: int) -> int:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port))
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
