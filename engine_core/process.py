@@ -98,7 +98,7 @@ def _serve(start: EngineStart, links: _Links) -> int:
             links.outbox.put(StartFailure(message=_message(error), traceback=_traceback(error), user_error=user_error))
         else:
             links.outbox.put(EngineFailed(_message(error), _traceback(error)))
-            engine.executor.has_failed = isinstance(error, Exception)
+            engine.executor.has_failed = True
         return 128 + signal.SIGTERM if isinstance(error, Terminated) else 1
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already on the way out
@@ -114,8 +114,8 @@ def _start_engine(config: ResolvedConfig) -> EngineCore:
     try:
         with phase(logger, "preparing the workers for the first step"):
             return EngineCore(config, executor)
-    except BaseException as error:
-        executor.has_failed = isinstance(error, Exception)
+    except BaseException:
+        executor.has_failed = True
         executor.shutdown()
         raise
 

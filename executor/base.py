@@ -32,8 +32,8 @@ class Executor(ABC):
 
     Construction starts the workers and waits until their models are loaded.
     on_wait: called every second or more often while a step's result() waits, so that a hung step shows.
-    has_failed: set before shutdown() when the engine ends because of an error: workers that are somebody else's
-    processes say so when they end.
+    has_failed: set before shutdown() when the engine ends otherwise than its client wants: workers that are somebody
+    else's processes say so when they end.
     Raises: ConfigError when a setting or model cannot be used, WorkerError when a worker fails.
     """
 

@@ -92,8 +92,8 @@ class RemoteExecutor(Executor):
         self._registration: Registration | None = None
         try:
             self._gather(worker_class)
-        except BaseException as error:
-            self.has_failed = isinstance(error, Exception)
+        except BaseException:
+            self.has_failed = True
             self.shutdown()
             raise
 

@@ -210,7 +210,9 @@ class _Connection:
                 if isinstance(message, StartFailure):
                     if message.user_error:
                         raise ConfigError(message.message)
-                    raise EngineDeadError(f"the engine failed to start: {message.message}\n\n{message.traceback}")
+                    raise EngineDeadError(
+                        f"the engine failed to start: {message.message}\n\n{message.traceback}".rstrip()
+                    )
             elif process.wait(0):
                 raise EngineDeadError(
                     f"the engine core {process.exit_reason()} while it started; see its error output above"

@@ -238,7 +238,9 @@ class Launch:
         assert plan.address is not None
         failed = plan.first_rank + (0 if failure is None else failure.local_rank)
         ours = range(plan.first_rank, plan.first_rank + plan.local_size)
-        how = f"was stopped by {signal.Signals(self._signals[0]).name}" if self._signals else "could not be started"
+        how = f"has lost its torchrun, which {how_it_ended(self._torchrun_code)}"
+        if self._signals:
+            how = f"was stopped by {signal.Signals(self._signals[0]).name}"
         gone = Gone(
             protocol=PROTOCOL,
             launch=self._name,

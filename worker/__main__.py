@@ -17,7 +17,7 @@ from ..errors import ConfigError, StepaheadError
 from . import standard_streams
 from .addresses import check_engine
 from .child_process import for_large_tensors
-from .handshake import Listener, Place
+from .handshake import JOIN_TIMEOUT_S, Listener, Place
 from .link_key import read_key_file
 from .process import run_worker
 
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = None if arguments.key_file is None else read_key_file(arguments.key_file)
         check_engine(arguments.connect, key is not None)
         place = find_place(arguments, os.environ)
-        return run_worker(arguments.connect, place, key, Listener(arguments.connect) if place.rank == 0 else None)
+        listener = Listener(arguments.connect) if place.rank == 0 else None
+        return run_worker(arguments.connect, place, key, listener, arguments.join_timeout)
     except StepaheadError as error:
         print(f"stepahead worker: error: {error}", file=sys.stderr)
         return _USER_ERROR
@@ -109,6 +110,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--first-rank", type=int, metavar="INT",
         help="when each machine has a torchrun of its own: the rank of this machine's first worker",
+    )  # fmt: skip
+    parser.add_argument(
+        "--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS",
+        help=f"in which an engine must have answered; default: {JOIN_TIMEOUT_S:g}",
     )  # fmt: skip
     parser.add_argument("--launch", metavar="NAME", help="of whoever starts this worker, to report its end by")
     return parser.parse_args(argv)

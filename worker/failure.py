@@ -7,21 +7,29 @@ import traceback
 from ..errors import ConfigError, LinkLostError, PeerLostError
 from .messages import Failure
 
+_LONGEST_TEXT = 1 << 16
+
 
 def text_of(error: BaseException) -> str:
     """The error's message, as text that can be encoded."""
     try:
-        return sendable(str(error))
+        return _sendable(str(error))
     except Exception:
         return "(its message cannot be shown)"
 
 
 def traceback_of(error: BaseException) -> str:
-    return sendable("".join(traceback.format_exception(error)))
+    """As text that can be encoded."""
+    try:
+        return _sendable("".join(traceback.format_exception(error)))
+    except Exception:  # of one of its causes
+        return f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}: {text_of(error)}"
 
 
-def sendable(text: str) -> str:
-    """`text` with what cannot be encoded, as in a file name that is no UTF-8, written out."""
+def _sendable(text: str) -> str:
+    """`text` with what cannot be encoded, as in a file name that is no UTF-8, written out; its ends, if it is long."""
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[: _LONGEST_TEXT // 2]} … {text[-_LONGEST_TEXT // 2 :]}"
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -36,5 +44,5 @@ def failure(rank: int, error: BaseException, call_id: int | None = None) -> Fail
         traceback="" if lost_link else traceback_of(error),
         call_id=call_id,
         user_error=user_error,
-        lost_peer=isinstance(error, PeerLostError),
+        lost_peer=isinstance(error, PeerLostError) and call_id is None,
     )

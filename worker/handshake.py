@@ -41,6 +41,9 @@ PROTOCOL = 3
 _COUNT_S = 10.0
 """An engine that ends now and then while its workers wait has not refused them."""
 
+JOIN_TIMEOUT_S = 600.0
+"""How long a worker waits for an engine: as long as one waits for its workers."""
+
 _SILENT_S, _SILENT_AGAIN_S = 10.0, 30.0
 """When a worker says that nobody answers it: a mistyped address looks like an engine that is still to come."""
 
@@ -165,8 +168,15 @@ def machine_id() -> str:
     return f"unknown {os.urandom(8).hex()}"
 
 
-def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, rendezvous: str | None) -> Start:
-    """Connects, and waits until an engine has answered, however long it takes to appear. Whoever is at the other end
+def register(
+    link: EngineLink,
+    address: str,
+    place: Place,
+    key: LinkKey | None,
+    rendezvous: str | None,
+    timeout: float = JOIN_TIMEOUT_S,
+) -> Start:
+    """Connects, and waits until an engine has answered, for `timeout` seconds at most. Whoever is at the other end
     of a new connection is greeted: an engine may end before it has answered, and another one take its address.
 
     Raises: RefusedError.
@@ -189,12 +199,14 @@ def register(link: EngineLink, address: str, place: Place, key: LinkKey | None, 
     poller.register(link.socket, zmq.POLLIN)
     poller.register(link.events, zmq.POLLIN)
     is_up, failures, counted_since = False, 0, time.monotonic()
-    call_at = counted_since + _SILENT_S
+    call_at, give_up_at = counted_since + _SILENT_S, counted_since + timeout
     while True:
         ready = dict(poller.poll(SIGNAL_CHECK_MS))
         if time.monotonic() > call_at:
             call_at = time.monotonic() + _SILENT_AGAIN_S
             logger.warning("rank %d: no engine answers at %s; still trying", place.rank, address)
+        if time.monotonic() > give_up_at:
+            raise RefusedError(f"rank {place.rank}: no engine has answered at {address} within {timeout:g} seconds")
         if link.events in ready:  # first: they say whether a message is of the link that is up now
             event = recv_monitor_message(link.events)["event"]
             is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -23,7 +23,7 @@ from .callables import unpack_callable
 from .codec import Codec, CodecError, require_plain
 from .engine_link import EngineLink
 from .failure import failure
-from .handshake import Join, Listener, Place, Start, await_join, register
+from .handshake import JOIN_TIMEOUT_S, Join, Listener, Place, Start, await_join, register
 from .heart import start_beating
 from .link_key import LinkKey
 from .logs import log_to_stderr, phase
@@ -63,10 +63,17 @@ def main(message: bytes) -> int:
     return run_worker(child.address, Place(child.rank, child.rank, child.local_size))
 
 
-def run_worker(address: str, place: Place, key: LinkKey | None = None, listener: Listener | None = None) -> int:
+def run_worker(
+    address: str,
+    place: Place,
+    key: LinkKey | None = None,
+    listener: Listener | None = None,
+    join_timeout: float = JOIN_TIMEOUT_S,
+) -> int:
     """A worker's whole life, whoever started its process. Returns the exit code: 0 when the engine has ended it.
 
     address: where the executor listens. listener: rank 0's, for an executor that leaves it to the ranks to meet.
+    join_timeout: seconds in which an engine must have answered.
     Raises: RefusedError.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,7 +81,8 @@ def run_worker(address: str, place: Place, key: LinkKey | None = None, listener:
     link = _ReplyLink(context)
     end = _EndInAnyCase()
     try:
-        start = register(plans, address, place, key, None if listener is None else listener.address)
+        meeting = None if listener is None else listener.address
+        start = register(plans, address, place, key, meeting, join_timeout)
         log_to_stderr(f"worker {start.rank}", start.config.settings.log_level)
         if start.health is not None:
             health = beside(start.health, address)

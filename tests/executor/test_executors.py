@@ -19,7 +19,7 @@ from noisy_engine import RUBBISH
 from paper_device import generate_alone, paper_config
 from plans import PROMPT, plan
 from process_tools import UserScript, alive, nothing_left_behind, wait_until
-from stepahead.errors import ConfigError, WorkerError
+from stepahead.errors import ConfigError, PeerLostError, WorkerError
 from stepahead.executor.base import Executor
 from stepahead.executor.registry import executor_class
 from stepahead.worker.sockets import SocketDirectory
@@ -132,7 +132,21 @@ def test_an_exception_whose_text_is_hard_to_send_is_the_callers_and_the_worker_g
 
         raise UnspeakableError
 
+    def no_cause(worker: Any) -> None:
+        try:
+            no_words(worker)
+        except Exception as error:
+            raise ValueError("x" * (1 << 20)) from error
+
+    def no_peer(worker: Any) -> None:
+        raise PeerLostError("so it says")
+
     executor = start("PaperMultiproc")
+    with pytest.raises(WorkerError, match=r"ValueError: x+ … x+$") as caught:
+        executor.collective_rpc(no_cause)
+    assert len(str(caught.value)) < 1 << 17
+    with pytest.raises(WorkerError, match="PeerLostError: so it says"):
+        executor.collective_rpc(no_peer)
     with pytest.raises(WorkerError, match=r"ValueError: \\udc80 is no name"):
         executor.collective_rpc(no_utf_8)
     with pytest.raises(WorkerError, match=r"UnspeakableError: \(its message cannot be shown\)"):

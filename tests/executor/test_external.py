@@ -21,6 +21,7 @@ import zmq
 
 import stepahead
 from external_site import Site, hello, lines, step
+from external_workers import start_worker
 from paper_device import generate_alone, paper_config
 from paper_worker import PaperExternal
 from plans import PROMPT
@@ -175,6 +176,14 @@ def test_ranks_with_a_key_may_come_seconds_apart_and_the_engine_says_whom_it_wai
     site.worker(0, tmp_path / "key")
     executor = site.executor()
     assert [step(executor, i) for i in range(3)] == generate_alone(PROMPT, 3, (), 512)
+
+
+def test_a_worker_that_nobody_answers_in_time_ends_with_a_line(site: Site) -> None:
+    address = f"tcp://127.0.0.1:{port_below_the_ephemeral()}"
+    worker = start_worker(address, "--rank", "3", "--join-timeout", "0.5")
+    _, errors = worker.communicate(timeout=DEADLINE)
+    assert worker.returncode == 2
+    assert errors == f"stepahead worker: error: rank 3: no engine has answered at {address} within 0.5 seconds\n"
 
 
 def test_a_worker_that_nobody_answers_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
