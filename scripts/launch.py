@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch_plan import LaunchPlan, make_plan
-from torchrun_output import MARK, RankFailure, RankLines, first_failure, how_it_ended
+from torchrun_output import MARK, RankFailure, RankLines, first_failure
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -112,6 +112,8 @@ class Launch:
     def run(self) -> int:
         import psutil
 
+        from stepahead.worker.child_process import how_it_ended
+
         _adopt_orphans()
         guard = {child.pid for child in psutil.Process().children()}  # of the private folder
         for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -175,6 +177,8 @@ class Launch:
     def _show(self, workers: subprocess.Popen[bytes]) -> None:
         """Each rank's lines, with its name in front. What torchrun itself says about a failure is in their lines too,
         but for the exit code."""
+        from stepahead.worker.child_process import how_it_ended
+
         assert workers.stdout is not None
         ranks = RankLines(self._plan.first_rank)
         others = "".join([ranks.take(line.decode(errors="replace")) for line in workers.stdout])
@@ -184,7 +188,7 @@ class Launch:
             self._is_news = self._failure.local_rank not in ranks.bereft
             rank = self._plan.first_rank + self._failure.local_rank
             if self._is_news:  # else it has said whom it misses, and the engine says why
-                print(f"launch: rank {rank} {self._failure.how}", file=sys.stderr, flush=True)
+                print(f"launch: rank {rank} {how_it_ended(self._failure.exit_code)}", file=sys.stderr, flush=True)
         elif (code := workers.wait()) and not self._signals and not self._ends_them:
             said = [*others.rstrip().splitlines(), how_it_ended(code)]
             print("\n".join(f"[torchrun] {line}" for line in said), file=sys.stderr, flush=True)
@@ -231,6 +235,7 @@ class Launch:
         import zmq
 
         from stepahead.errors import StepaheadError
+        from stepahead.worker.child_process import how_it_ended
         from stepahead.worker.handshake import PROTOCOL, Gone, report
         from stepahead.worker.link_key import read_key_file
 
@@ -239,14 +244,16 @@ class Launch:
         failed = plan.first_rank + (0 if failure is None else failure.local_rank)
         ours = range(plan.first_rank, plan.first_rank + plan.local_size)
         how = f"has lost its torchrun, which {how_it_ended(self._torchrun_code)}"
-        if self._signals:
+        if failure is not None:
+            how = how_it_ended(failure.exit_code)
+        elif self._signals:
             how = f"was stopped by {signal.Signals(self._signals[0]).name}"
         gone = Gone(
             protocol=PROTOCOL,
             launch=self._name,
             ranks=sorted(ours, key=lambda rank: rank != failed),
             seconds=time.monotonic() - self._end_began,
-            reason=f"{how if failure is None else failure.how} on {socket.gethostname()}",
+            reason=f"{how} on {socket.gethostname()}",
             is_refused=code == _REFUSED,
         )
         with contextlib.suppress(StepaheadError, zmq.ZMQError):  # the key file is gone, say: the exit code tells it too

@@ -16,8 +16,6 @@ _FAILED = re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: (?P<code>-?\
 """What torchrun says of the first failure that it has seen, and then of each in a table."""
 
 _RAISED = "Traceback (most recent call last):"
-_BEREFT = re.compile("PeerLostError: |the engine has failed; |lost the link to the engine; |no sign of the engine for ")
-"""A rank says that it fails only because somebody else did."""
 
 
 class RankFailure(NamedTuple):
@@ -25,14 +23,6 @@ class RankFailure(NamedTuple):
 
     local_rank: int
     exit_code: int
-
-    @property
-    def how(self) -> str:
-        return how_it_ended(self.exit_code)
-
-
-def how_it_ended(exit_code: int) -> str:
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
 def first_failure(said: str, raised: set[int], bereft: set[int]) -> RankFailure | None:
@@ -59,6 +49,14 @@ class RankLines:
     """
 
     def __init__(self, first_rank: int) -> None:
+        from stepahead.errors import PeerLostError
+        from stepahead.worker.engine_link import LINK_LOST
+        from stepahead.worker.heart import NO_SIGN_OF_ENGINE
+        from stepahead.worker.process import ENGINE_HAS_FAILED
+
+        self._says_bereft = (
+            f"{PeerLostError.__name__}: ", ENGINE_HAS_FAILED, LINK_LOST, NO_SIGN_OF_ENGINE.partition("%")[0],
+        )  # fmt: skip
         self._first_rank = first_rank
         self.raised: set[int] = set()
         self.bereft: set[int] = set()
@@ -83,6 +81,6 @@ class RankLines:
     def _print(self, local_rank: int, line: str) -> None:
         if _RAISED in line:
             self.raised.add(local_rank)
-        elif _BEREFT.search(line):
+        elif any(words in line for words in self._says_bereft):
             self.bereft.add(local_rank)
         print(f"[rank {self._first_rank + local_rank}] {line}", end="", file=sys.stderr, flush=True)

@@ -58,6 +58,16 @@ _FOR_LARGE_TENSORS = {
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
+def how_it_ended(exit_code: int | None) -> str:
+    """ "exited with code 1", "was killed by SIGKILL". exit_code: as subprocess has it, below 0 a signal."""
+    if exit_code is None or exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
 class ChildProcess:
     """A child that runs `main(message)` and ignores Ctrl-C, which the terminal sends to the whole group.
 
@@ -107,15 +117,9 @@ class ChildProcess:
         self._process.kill()
 
     def exit_reason(self) -> str:
-        """Of a child that is gone, for a message: "exited with code 1", "was killed by SIGKILL"."""
+        """Of a child that is gone, for a message: see how_it_ended."""
         code = self._process.returncode
-        if code is None or code >= 0:
-            return f"exited with code {code}"
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return how_it_ended(code) + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
     def close(self) -> None:
         """Gives the descriptors back; a child still alive takes this as its parent's death."""

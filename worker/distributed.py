@@ -19,7 +19,7 @@ from .handshake import own_address
 from .messages import Rendezvous
 from .parallel import Link, ParallelGroup, PipelineStage, Ranks
 
-JOIN_TIMEOUT = 300.0
+MEETING_TIMEOUT = 300.0
 """Seconds that the other ranks may take to come, and a collective may take at least."""
 
 
@@ -32,7 +32,7 @@ def join_ranks(config: ResolvedConfig, rank: int, device: torch.device, rendezvo
     if settings.world_size == 1:
         return Ranks()
     assert rendezvous is not None, "a rank among several must be told where the others are"
-    timeout = datetime.timedelta(seconds=max(JOIN_TIMEOUT, min(settings.step_timeout, 1e6)))
+    timeout = datetime.timedelta(seconds=max(MEETING_TIMEOUT, min(settings.step_timeout, 1e6)))
     try:
         if rendezvous.address.startswith("file://"):
             _use_interface_of("127.0.0.1")

@@ -42,7 +42,8 @@ _COUNT_S = 10.0
 """An engine that ends now and then while its workers wait has not refused them."""
 
 JOIN_TIMEOUT_S = 600.0
-"""How long a worker waits for an engine: as long as one waits for its workers."""
+"""How long a worker waits for an engine: as long as one waits for its workers by itself (the setting join_timeout).
+How long ranks that an engine has wait for each other is `distributed.MEETING_TIMEOUT`."""
 
 _SILENT_S, _SILENT_AGAIN_S = 10.0, 30.0
 """When a worker says that nobody answers it: a mistyped address looks like an engine that is still to come."""

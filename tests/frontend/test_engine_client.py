@@ -162,6 +162,7 @@ def test_an_idle_engine_burns_no_cpu() -> None:
         return cpu_seconds() - before <= 0.01  # one tick of the clock
 
     wait_until(asleep, "0.4 seconds without work")
+    assert client.stats().running == 0, "it sleeps, and answers"
     client.close()
 
 
@@ -251,6 +252,7 @@ def test_sigkill_of_the_user_while_the_model_loads_leaves_nothing() -> None:
     script.process.kill()
     script.end()
     wait_until(lambda: not alive(pids), "engine core and worker gone")
+    assert os.listdir(os.environ["TMPDIR"]) == []
 
 
 @pytest.mark.parametrize("moment", ["before the engine core knows", "the engine core is there", "the worker is there"])
@@ -314,14 +316,17 @@ def test_close_may_be_called_from_on_message() -> None:
     client._connection._on_message = lambda _message: client.close()
     client.send(request(1, max_tokens=100))
     wait_until(lambda: not alive([client.info.pid]), "the engine core gone")
+    with pytest.raises(EngineDeadError):
+        client.stats()
 
 
 def test_a_forgotten_client_ends_its_engine() -> None:
     client, _ = client_for()
-    pid = client.info.pid
+    pids = [client.info.pid, *client.info.worker_pids]
+    assert alive(pids) == pids
     del client
     gc.collect()
-    wait_until(lambda: not alive([pid]), "the engine core gone")
+    wait_until(lambda: not alive(pids), "engine core and workers gone")
 
 
 def test_an_on_message_that_raises_ends_the_engine_instead_of_hanging_it() -> None:
